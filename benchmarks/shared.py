@@ -1,7 +1,5 @@
 """What several scripts share: options, texts, models, fits, files of results, means and tables."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import gzip

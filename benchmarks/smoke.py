@@ -14,8 +14,6 @@ Each run is a process of its own, forked from one that has imported the large pa
 these take seven seconds of a core, and numba, for the papers, two more.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import gc

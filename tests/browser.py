@@ -1,7 +1,5 @@
 """Chromium without a window, and what axe-core finds on a page. Skips where one is not there."""
 
-from __future__ import annotations
-
 import html
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """What holds for every test: no network, one thread, random numbers that no other test drew."""
 
-from __future__ import annotations
-
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -66,10 +64,11 @@ def _begin_anew() -> None:
         torch.compiler.reset()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _own_random_numbers_of_a_file() -> None:
-    """Also for what a file's fixtures draw."""
-    _begin_anew()
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef) -> None:
+    """Seed also what a fixture of several tests draws: it does not depend on the test before it."""
+    if fixturedef.scope != "function":
+        _begin_anew()
 
 
 @pytest.fixture(autouse=True, scope="session")

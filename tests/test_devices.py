@@ -4,8 +4,6 @@ A fake device (:mod:`tests.helpers.fake_device`) computes on the host, refuses w
 and counts what makes the host wait. Where there is a CUDA device, the same is tested on it.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import tempfile
@@ -24,49 +22,26 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
+import lightning_fedleak as fedleak
 from benchmarks import shared
 from benchmarks.cost import gpu
-from lightning_fedleak import LeakageMonitor, attacks
+from lightning_fedleak import attacks
 from lightning_fedleak.attacks import (
-    AlignedFlatChat,
-    Attack,
-    AttentionMembership,
-    BagOfWords,
-    BiasSign,
-    EmbeddingDescent,
-    FCMembership,
-    FlatChat,
-    GradientMembership,
     Guess,
     MembershipAttack,
     PassiveMembership,
-    PrefixInversion,
-    PublicText,
     Query,
     RunFacts,
-    SubspaceMembership,
-    SubspaceTexts,
-    SubspaceWords,
     gradient_of,
 )
 from lightning_fedleak.attacks import base as attacks_base
-from lightning_fedleak.attacks.base import DISHONEST_SERVER
 from lightning_fedleak.attacks.membership.base import CRAFTED
 from lightning_fedleak.attacks.memorization import Loss, MemorizationAttack
 from lightning_fedleak.attacks.words import aligned_readout
-from lightning_fedleak.callbacks import Games
-from lightning_fedleak.defenses import (
-    DPSGD,
-    Defense,
-    DefenseError,
-    GradientNoise,
-    mean_of_sample_means,
-)
 from lightning_fedleak.defenses.dpsgd.setup_checks import check_trainer
 from lightning_fedleak.defenses.host import Host
-from lightning_fedleak.engine import Memorization, scheduler
+from lightning_fedleak.engine import scheduler
 from lightning_fedleak.engine.channels.released.weights import WeightLooks
-from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
 from lightning_fedleak.evaluation.games.play import generic_upstream
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -79,7 +54,6 @@ from lightning_fedleak.model.snapshots import (
     Stage,
 )
 from lightning_fedleak.model.taps.tokens import Text, token_log_probs
-from lightning_fedleak.strategies import DefendedStrategy
 from tests.callbacks.runs import monitor_with
 from tests.engine.channels.test_memorization import monitor as memorization_monitor
 from tests.engine.channels.test_memorization import rows
@@ -96,21 +70,21 @@ def ids_of(rows: int, length: int, seed: int) -> Tensor:
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-PUBLIC = PublicText(ids_of(24, 12, seed=1))
-ATTACKS: dict[str, Callable[[], Attack]] = {
-    "flatchat": lambda: FlatChat(PUBLIC, shapes=((2, 4), (3, 6))),
-    "aligned": lambda: AlignedFlatChat(PUBLIC, calibration_tokens=100),
-    "bag_of_words": BagOfWords,
-    "bias_sign": BiasSign,
-    "subspace_words": lambda: SubspaceWords(PUBLIC, capacity_seconds=1e-9),
-    "fc, token": lambda: FCMembership(1),
-    "fc, full": lambda: FCMembership(1, "full", tokens=LENGTH),
-    "attention": lambda: AttentionMembership(1, PUBLIC, batch=2),
-    "gradient": lambda: GradientMembership(PUBLIC, public_rows=8, controls=3),
-    "subspace": lambda: SubspaceMembership(PUBLIC, public_rows=8),
-    "subspace_texts": lambda: SubspaceTexts(budget_seconds=None),
-    "prefix_inversion": lambda: PrefixInversion(1, PUBLIC, types=32),
-    "embedding_descent": lambda: EmbeddingDescent(1, steps=3, sweeps=1),
+PUBLIC = fedleak.PublicText(ids_of(24, 12, seed=1))
+ATTACKS: dict[str, Callable[[], fedleak.Attack]] = {
+    "flatchat": lambda: fedleak.FlatChat(PUBLIC, shapes=((2, 4), (3, 6))),
+    "aligned": lambda: fedleak.AlignedFlatChat(PUBLIC, calibration_tokens=100),
+    "bag_of_words": fedleak.BagOfWords,
+    "bias_sign": fedleak.BiasSign,
+    "subspace_words": lambda: fedleak.SubspaceWords(PUBLIC, capacity_seconds=1e-9),
+    "fc, token": lambda: fedleak.FCMembership(1),
+    "fc, full": lambda: fedleak.FCMembership(1, "full", tokens=LENGTH),
+    "attention": lambda: fedleak.AttentionMembership(1, PUBLIC, batch=2),
+    "gradient": lambda: fedleak.GradientMembership(PUBLIC, public_rows=8, controls=3),
+    "subspace": lambda: fedleak.SubspaceMembership(PUBLIC, public_rows=8),
+    "subspace_texts": lambda: fedleak.SubspaceTexts(budget_seconds=None),
+    "prefix_inversion": lambda: fedleak.PrefixInversion(1, PUBLIC, types=32),
+    "embedding_descent": lambda: fedleak.EmbeddingDescent(1, steps=3, sweeps=1),
 }
 
 
@@ -159,7 +133,9 @@ def observation_for(attack, anatomy, to_device) -> tuple[Observation, Query | No
     return Observation((GradientSnapshot(0, Stage.SHARED, shared, anatomy.tied),)), query
 
 
-def run_attack(attack: Attack, model: nn.Module, to_device: Callable[[Tensor], Tensor]) -> Guess:
+def run_attack(
+    attack: fedleak.Attack, model: nn.Module, to_device: Callable[[Tensor], Tensor]
+) -> Guess:
     """Calibrate the attack, refresh it and run it on one observation."""
     anatomy = find_anatomy(model)
     attack.meet(RunFacts())
@@ -193,7 +169,7 @@ def concrete_subclasses(kind: type) -> set[type]:
 def test_every_attack_is_tested() -> None:
     tested = {type(make()) for make in ATTACKS.values()}
     # Those on the trained weights compute on the CPU, from the token log-probabilities.
-    assert tested == concrete_subclasses(Attack) - concrete_subclasses(MemorizationAttack)
+    assert tested == concrete_subclasses(fedleak.Attack) - concrete_subclasses(MemorizationAttack)
 
 
 def test_token_log_probs_agree_across_devices(device_type: Device) -> None:
@@ -248,11 +224,11 @@ def games(model: nn.Module, attacks: list[Any], **settings: Any) -> list[Any]:
     return play(find_anatomy(model), attacks, pool, GameConfig(games=3, batch=3, **settings))
 
 
-def crafted() -> list[Attack]:
+def crafted() -> list[fedleak.Attack]:
     return [ATTACKS[name]() for name in ("fc, token", "fc, full", "attention")]
 
 
-def passive() -> list[Attack]:
+def passive() -> list[fedleak.Attack]:
     return [ATTACKS[name]() for name in ("gradient", "subspace")]
 
 
@@ -298,7 +274,7 @@ class PerSampleLossModule(CausalLMModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.model(input_ids=batch["input_ids"]).logits
-        loss = mean_of_sample_means(logits, batch["labels"], causal=True)
+        loss = fedleak.mean_of_sample_means(logits, batch["labels"], causal=True)
         self.log("train_loss", loss)
         return loss
 
@@ -310,15 +286,15 @@ class Fitted:
 
 
 def fit(
-    monitor: LeakageMonitor | None,
-    *defenses: Defense,
+    monitor: fedleak.LeakageMonitor | None,
+    *defenses: fedleak.Defense,
     there: bool = True,
     steps: int = 4,
     optimizer: Literal["sgd", "adamw"] = "adamw",
     device_type: Device = FakeDevice,
     **device_settings: Any,
 ) -> Fitted:
-    private = any(isinstance(d, DPSGD) for d in defenses)
+    private = any(isinstance(d, fedleak.DPSGD) for d in defenses)
     module = PerSampleLossModule if private else CausalLMModule
     # Words behind noise are unknown where a batch uses up the vocabulary.
     model = tiny_llama(vocab=2000 if private else 97).train()
@@ -326,7 +302,7 @@ def fit(
         inner = strategy_of(device_type) if there else SingleDeviceStrategy("cpu")
         counter = SyncCounter(device)
         trainer = L.Trainer(
-            strategy=DefendedStrategy(inner, list(defenses)) if defenses else inner,
+            strategy=fedleak.DefendedStrategy(inner, list(defenses)) if defenses else inner,
             max_steps=steps,
             max_epochs=-1,
             callbacks=[counter, *([monitor] if monitor else [])],
@@ -341,9 +317,12 @@ def fit(
     return Fitted(counter.steps, {k: float(v) for k, v in trainer.callback_metrics.items()})
 
 
-def monitor_of(*names: str, every: int = 10, **settings: Any) -> LeakageMonitor:
+def monitor_of(*names: str, every: int = 10, **settings: Any) -> fedleak.LeakageMonitor:
     return monitor_with(
-        [ATTACKS[name]() for name in names], every_n_steps=every, games=Games(targets=2), **settings
+        [ATTACKS[name]() for name in names],
+        every_n_steps=every,
+        games=fedleak.Games(targets=2),
+        **settings,
     )
 
 
@@ -352,7 +331,7 @@ def test_the_host_waits_twice_in_a_step_of_dpsgd() -> None:
 
     Steps 0, 1, 3 and 7 check the model's loss too.
     """
-    private = fit(None, DPSGD(1.0, noise_multiplier=1.0), steps=7).steps
+    private = fit(None, fedleak.DPSGD(1.0, noise_multiplier=1.0), steps=7).steps
     batches = fit(None).steps[2]["copy to the device"]  # and what the model copies
     for step in (2, 4, 5):
         waits = {"_local_scalar_dense": 1, "copy to the host": 1}
@@ -364,14 +343,14 @@ def test_the_host_waits_twice_in_a_step_of_dpsgd() -> None:
     ("names", "defenses"),
     [
         (("flatchat", "fc, token", "gradient", "embedding_descent"), ()),
-        (("flatchat", "fc, token"), (lambda: DPSGD(1.0, noise_multiplier=1.0),)),
+        (("flatchat", "fc, token"), (lambda: fedleak.DPSGD(1.0, noise_multiplier=1.0),)),
     ],
     ids=["plain", "dpsgd"],
 )
 def test_steps_without_a_look_add_no_host_synchronisation(names, defenses, device_type) -> None:
     """One attack per surface: words, crafted layers, trained gradients, hidden states."""
     plain = fit(None, *(make() for make in defenses), device_type=device_type)
-    monitor = monitor_of(*names, assume=DISHONEST_SERVER)
+    monitor = monitor_of(*names, assume=fedleak.DISHONEST_SERVER)
     watched = fit(monitor, *(make() for make in defenses), device_type=device_type)
     # Step 0 is a look, and step 1 too, since games need texts of another batch.
     assert watched.steps[0].total() > plain.steps[0].total()
@@ -387,11 +366,11 @@ def test_steps_without_a_look_add_no_host_synchronisation(names, defenses, devic
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
 def test_looks_of_a_fit_agree_across_devices(device_type: Device) -> None:
-    def monitor() -> LeakageMonitor:
+    def monitor() -> fedleak.LeakageMonitor:
         names = ("flatchat", "bag_of_words", "fc, full", "gradient", "embedding_descent")
-        return monitor_of(*names, assume=DISHONEST_SERVER, stages=("local", "shared"))
+        return monitor_of(*names, assume=fedleak.DISHONEST_SERVER, stages=("local", "shared"))
 
-    noise = GradientNoise(None, 0.0)
+    noise = fedleak.GradientNoise(None, 0.0)
     here = fit(monitor(), noise, there=False, steps=2)
     there = fit(monitor(), noise, steps=2, device_type=device_type)
     assert there.metrics["monitor/failures"] == here.metrics["monitor/failures"] == 0
@@ -413,9 +392,9 @@ def test_trained_weights_are_asked_once_at_the_end_and_where_they_were_trained(
         return sums_of_weights(looks)
 
     monkeypatch.setattr(WeightLooks, "_sums_of_weights", noted)
-    settings = Memorization(max_overhead=20, looks=())
+    settings = fedleak.Memorization(max_overhead=20, looks=())
     monitor = memorization_monitor(tmp_path, [Loss()], settings)
-    loader = DataLoader(leave_out(rows(80), 40, seed=1)[0], batch_size=20, shuffle=True)
+    loader = DataLoader(fedleak.leave_out(rows(80), 40, seed=1)[0], batch_size=20, shuffle=True)
     with device_type() as device:
         model = device.model(tiny_llama(vocab=2000))
         settings = QUIET | {"accelerator": "auto", "strategy": strategy_of(device_type)}
@@ -442,8 +421,8 @@ def test_what_make_gpu_measures_runs_on_the_device(monkeypatch, tmp_path) -> Non
             settings = {"strategy": single_device(), **settings, "accelerator": "auto"}
             return shared.fit(device.model(module), loader, **settings)
 
-        def defended(_: str, defenses: list[Defense]) -> DefendedStrategy:
-            return DefendedStrategy(single_device(), defenses)
+        def defended(_: str, defenses: list[fedleak.Defense]) -> fedleak.DefendedStrategy:
+            return fedleak.DefendedStrategy(single_device(), defenses)
 
         def built(options: argparse.Namespace) -> nn.Module:
             here = argparse.Namespace(**vars(options) | {"device": "cpu"})
@@ -478,10 +457,10 @@ REFUSED = r"attack '{}' needs float64, which 'meta' does not have: use accelerat
 def test_apples_gpus_have_no_float64() -> None:
     apple: Any = SimpleNamespace(device=torch.device("mps"))
     with pytest.raises(ValueError, match=r"'subspace_words' needs float64.*'mps'"):
-        SubspaceWords(PUBLIC).check_device(apple)
-    FCMembership(1).check_device(apple)
+        fedleak.SubspaceWords(PUBLIC).check_device(apple)
+    fedleak.FCMembership(1).check_device(apple)
     context: Any = SimpleNamespace(device=torch.device("mps"), precision="32-true", host=Host())
-    with pytest.raises(DefenseError, match=r"float64.*mps.*accelerator='cpu'"):
+    with pytest.raises(fedleak.DefenseError, match=r"float64.*mps.*accelerator='cpu'"):
         check_trainer(context)
 
 

@@ -1,7 +1,5 @@
 """Each example, run as a user would."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import subprocess

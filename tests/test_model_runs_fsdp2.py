@@ -1,7 +1,5 @@
 """Hidden states of a model that FSDP2 shards over two gloo processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -7,8 +7,6 @@
 What each row concludes is what the rule of gates says of its numbers.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from pathlib import Path

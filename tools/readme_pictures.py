@@ -7,8 +7,6 @@
 Takes as long as the demo. The terminal is drawn as text, in the reader's own fixed-width font.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

@@ -25,8 +25,6 @@ Of the kind ``identity`` each training is run watched and unwatched, and within 
 is copied, averaged and saved: the weights must be equal to the bit.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools
@@ -116,7 +114,7 @@ class Training:
     half_base: bool = False
 
     @classmethod
-    def drawn(cls, seed: int) -> Training:
+    def drawn(cls, seed: int) -> "Training":
         training, draw = cls.plain(seed), random.Random(-seed)
         if draw.random() < 0.5:
             return training
@@ -136,7 +134,7 @@ class Training:
         )
 
     @classmethod
-    def plain(cls, seed: int) -> Training:
+    def plain(cls, seed: int) -> "Training":
         draw = random.Random(seed)
         rows, length = draw.choice([(1, 6), (1, 12), (2, 8), (4, 8), (4, 16), (8, 24)])
         return cls(
@@ -149,7 +147,7 @@ class Training:
         )  # fmt: skip
 
     @classmethod
-    def large(cls, seed: int) -> Training:
+    def large(cls, seed: int) -> "Training":
         """Return a training of large batches whose gradients nothing hides."""
         shape = random.Random(seed).choice([(8, 24), (8, 32), (16, 32)])
         plain = {"dropout": 0.0, "noise": 0.0, "precision": "32-true", "batch": "the same"}
@@ -158,7 +156,7 @@ class Training:
         return replace(open_, part=part, rows=shape[0], length=shape[1])
 
     @classmethod
-    def untouched(cls, seed: int) -> Training:
+    def untouched(cls, seed: int) -> "Training":
         """Return a training whose gradients nothing but a declared defence changes."""
         draw = random.Random(-seed)
         plain = replace(cls.plain(seed), touch="nothing", batch="the same", noise=0.0)
@@ -485,12 +483,7 @@ def check_truth(
 
 
 def run(
-    training: Training,
-    folder: Path,
-    at_most: float,
-    *,
-    watched: bool = True,
-    copying: bool = False,
+    training: Training, folder: Path, at_most: float, *, watched: bool = True, copying: bool = False
 ) -> Verdict:
     """Train, look, and ask readers of its own where the gate lets a look pass."""
     verdict, model = Verdict(), training.model()

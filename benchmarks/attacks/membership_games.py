@@ -1,7 +1,5 @@
 """Texts of membership games by name, and what several scripts do with games."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

@@ -20,9 +20,14 @@ without, over the training alone and over the watched run without:
 
     python -m benchmarks.attacks.memorization --model DIR --text FILE --lora 16 --lr 1e-3 --whole \\
         --length 32 --texts 480 --epochs 2 --auto 1,0.25,0.0625
-"""
 
-from __future__ import annotations
+With ``--targets 5`` so many models are trained, each on another random share of the texts. Each is
+a target with the next 2, 4 and so on as its references, beside LiRA (arXiv 2112.03570) and RMIA
+(arXiv 2312.03262) with the same ones, WBC (arXiv 2601.02751) and EZ-MIA. Prints means over targets:
+
+    python -m benchmarks.attacks.memorization --model DIR --text agnews --whole --length 48 \\
+        --texts 1200 --share 0.333 --lr 1e-3 --epochs 2 --looks 2 --targets 5
+"""
 
 import argparse
 import math
@@ -34,6 +39,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import mannwhitneyu
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer
@@ -45,7 +51,7 @@ from lightning_fedleak.engine.channels.released.audit import Audit, all_attacks
 from lightning_fedleak.engine.channels.released.memorization import MemorizationChannel
 from lightning_fedleak.engine.channels.released.pool import MIN_POOL, Pool
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.snapshots import References, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps.tokens import Text, token_log_probs
 from lightning_fedleak.report.records import STRENGTH, WEAK
 
@@ -53,6 +59,7 @@ SMOKE = (
     "--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1 --lora 4",
     "--model {model} --text {text} --texts 40 --length 16 --epochs 1 --looks 1 --reference 12",
     "--model {model} --text {text} --texts 60 --length 16 --epochs 1 --auto 0.25",
+    "--model {model} --text {text} --texts 60 --length 16 --epochs 1 --looks 1 --targets 3",
 )
 
 ENDS = "", "_low", "_high"
@@ -83,8 +90,8 @@ class LossBeyond(MemorizationAttack):
 
     def score(self, released: ReleasedModel) -> torch.Tensor:
         """Return the difference."""
-        assert released.reference is not None
-        return released.now.mean_log_probs() - released.reference.mean_log_probs()
+        assert released.references is not None
+        return released.now.mean_log_probs() - released.references.answers[0].mean_log_probs()
 
 
 class InsteadOfBase(MemorizationAttack):
@@ -94,8 +101,8 @@ class InsteadOfBase(MemorizationAttack):
 
     def score(self, released: ReleasedModel) -> torch.Tensor:
         """Return the scores."""
-        assert released.reference is not None
-        return Combined().score(replace(released, base=released.reference))
+        assert released.references is not None
+        return Combined().score(replace(released, base=released.references.answers[0]))
 
 
 def trained_pool(
@@ -119,7 +126,7 @@ def trained_pool(
 def describe(audit: Audit, now: TokenSnapshot) -> dict[str, str]:
     """Return one cell for each attack."""
     attacks = {attack.name: attack for attack in (*all_attacks(), PublishedErrorZone())}
-    if audit.reference is not None:
+    if audit.references is not None:
         beside = CombinedReference(), InsteadOfBase(), LossBeyond()
         attacks |= {attack.name: attack for attack in beside}
     compared, cells = audit.part("long", now), {}
@@ -160,7 +167,7 @@ def train(options: argparse.Namespace, seed: int) -> None:
     reference = None
     if further:
         *_, (_, trained_on_further) = fine_tune(options, further, seed + 1000, seconds)
-        reference = ask(trained_on_further)
+        reference = References.unseen(ask(trained_on_further))
     base: TokenSnapshot | None = None
     results, losses = {}, []
     for share, anatomy in fine_tune(options, members, seed, seconds):
@@ -178,6 +185,81 @@ def train(options: argparse.Namespace, seed: int) -> None:
     rows.append(["mean loss, members / others", *losses])
     head = "AUC (97.5%) / TPR at .1% / at 1% FPR", *(f"{share:g}" for share in results)
     print(shared.table(head, rows), flush=True)
+
+
+def published_windows(now: TokenSnapshot, base: TokenSnapshot) -> torch.Tensor:
+    """Return WBC: the share of windows that gained, as a mean over ten sizes."""
+    gains = (now.log_probs - base.log_probs).double()
+    sums = torch.nn.functional.pad(gains.cumsum(1), (1, 0))
+    sizes = [min(size, gains.shape[1]) for size in (2, 3, 4, 6, 9, 13, 18, 25, 32, 40)]
+    shares = [(sums[:, s:] > sums[:, :-s]).double().mean(1) for s in sizes]
+    return torch.stack(shares).mean(0)
+
+
+def lira(own: torch.Tensor, others: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """Return LiRA online with global variances, of losses; without a side its global mean."""
+    logs = []
+    for side in (inside, ~inside):
+        has = side.any(0)
+        mean = (others * side).sum(0) / side.sum(0).clamp_min(1)
+        error = ((others - mean)[side] ** 2).sum() / max(1, int(side.sum() - has.sum()))
+        mean = torch.where(has, mean, others[side].mean())
+        logs.append(-((own - mean) ** 2) / error / 2 - error.log() / 2)
+    return logs[0] - logs[1]
+
+
+def rmia(own: torch.Tensor, others: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """Return RMIA's ratio, by which the texts rank as against a population with gamma 1.
+
+    The likelihood without a model is the mean of models with and without the text; with those of
+    one side alone, it is theirs.
+    """
+    sides = [(others.exp() * s).sum(0) / s.sum(0) for s in (inside, ~inside)]
+    return own.exp() / torch.stack(sides).nanmean(0)
+
+
+def compare_targets(options: argparse.Namespace, seed: int) -> None:
+    """Train models on random shares of the texts, and print every score of each beside others."""
+    tokenizer, share = AutoTokenizer.from_pretrained(options.model), options.share
+    options.reference, options.share = 0, 1.0  # all texts are candidates
+    texts = trained_pool(options, tokenizer, seed)[0].texts
+    options.share = share
+    draws = np.random.default_rng([seed, 7]).random((options.targets, len(texts))) < share
+    inside, answers, seconds = torch.from_numpy(draws), [], {"training": 0.0, "looks": 0.0}
+    for number, drawn in enumerate(draws):
+        members = [text for text, is_member in zip(texts, drawn, strict=True) if is_member]
+        looks = [token_log_probs(a, texts) for _, a in fine_tune(options, members, number, seconds)]
+        base, now = looks[0], looks[-1]
+        answers.append(now)
+    cells: dict[str, list[tuple[float, ...]]] = {}
+    counts = [n for n in (1, 2, 4, 7) if n < len(answers)]
+    for target, now in enumerate(answers):
+        released = ReleasedModel(now, base, torch.ones(len(texts)))
+        scores = {"`combined`": Combined().score(released), "WBC": published_windows(now, base)}
+        scores["EZ-MIA"] = PublishedErrorZone().score(released)
+        for count in counts:
+            chosen = [(target + 1 + n) % len(answers) for n in range(count)]
+            references = References([answers[n] for n in chosen], inside[chosen])
+            losses = torch.stack([answers[n].mean_log_probs() for n in chosen])
+            formulas = now.mean_log_probs(), losses, inside[chosen]
+            score = CombinedReference().score(replace(released, references=references))
+            scores |= {f"{count}: `combined_reference`": score, f"{count}: RMIA": rmia(*formulas)}
+            scores |= {f"{count}: LiRA": lira(*formulas)} if count > 1 else {}
+        for name, score in scores.items():
+            cells.setdefault(name, []).append(point_rates(score, inside[target]))
+    facts = f"{len(answers)} targets, {len(texts)} texts, {seconds['training']:.0f} s CPU"
+    shared.print_head(options, f"lr {options.lr:g}", f"seed {seed}: {facts}")
+    means = {name: np.mean(rates, 0) for name, rates in cells.items()}
+    rows = [[name, *(f"{rate:.3f}" for rate in mean)] for name, mean in means.items()]
+    print(shared.table(("score", "AUC", "TPR at .1%", "at 1%"), rows), flush=True)
+
+
+def point_rates(scores: torch.Tensor, members: torch.Tensor) -> tuple[float, ...]:
+    """Return the AUC and the TPRs at two FPRs, as points."""
+    inside, outside = scores[members], scores[~members].sort(descending=True).values
+    auc = mannwhitneyu(inside, outside).statistic / len(inside) / len(outside)
+    thresholds = [outside[int(fpr * len(outside))] for fpr in FPRS]
+    return auc, *(float((inside > threshold).double().mean()) for threshold in thresholds)
 
 
 def fine_tune(
@@ -290,6 +372,7 @@ def main() -> None:
         lora=(0, "rank, on all linear maps; 0: whole"), lr=2e-4, batch=8,
         epochs=(3.0, "the last look"), looks=("0.25,0.5,1,2,3", "epochs, separated by commas"),
         reference=(0, "texts of a reference model"),
+        targets=(0, "models on random shares of the texts"),
         auto=("", "rows of references that the run trains, as shares of the members"),
         seeds="0", autocast=(False, "bf16"),
     )  # fmt: skip
@@ -301,7 +384,8 @@ def main() -> None:
     options.looks = [share for share in options.looks if share <= options.epochs]
     shared.print_place()
     for seed in map(int, options.seeds.split(",")):
-        (train_auto if options.auto else train)(options, seed)
+        measure = train_auto if options.auto else train
+        (compare_targets if options.targets else measure)(options, seed)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ interval (games of a round are one cluster), milliseconds that a candidate costs
 forward pass, and how many rounds are unknown, which count in no AUC.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path

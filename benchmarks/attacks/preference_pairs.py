@@ -13,8 +13,6 @@ answer alone; ``no_reference`` leaves the base out. With ``--null`` the model is
 pairs, none of which is asked about.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

@@ -8,8 +8,6 @@ the same texts with a number in each label, the numbers are compared as found on
 beyond values like them. Last, the command lists whole texts, with and without references.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

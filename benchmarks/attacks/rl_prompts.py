@@ -26,8 +26,6 @@ its prompts at random, our two attacks report members at any look, by a lower en
 scores are those of the run, so that only the draw of who is a member is repeated, not the training.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

@@ -30,8 +30,6 @@ documents are kept apart (``use_cache=False``). In ``--rows crossing`` the model
 that documents attend to the earlier ones. ``--rows padded`` gives each of the texts its own row.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import itertools

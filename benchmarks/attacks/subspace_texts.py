@@ -26,8 +26,6 @@ is, the most of all tensors. ``bf16`` rounds the gradients, which shows. It is n
 of k plain steps of SGD (learning rate ``--lr``), each on texts of its own, k times as many in all.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from itertools import product

@@ -30,8 +30,6 @@ something is shared there, so that it is no finding. Types are those with a part
 not a causal text's last token.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Sequence
@@ -82,7 +80,7 @@ class Training:
     """
 
     def __init__(
-        self, model: nn.Module, public: Source, shape: tuple[int, int], device: str
+        self, model: nn.Module, public: "Source", shape: tuple[int, int], device: str
     ) -> None:
         self.model, self.public, self.shape, self.device = model, public, shape, device
         self.trained = trained(model)

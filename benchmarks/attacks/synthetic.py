@@ -21,8 +21,6 @@ texts that they write, tell planted ones from those left out:
         --canaries 100 --epochs 1,4 --generated 1000
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import time

@@ -23,8 +23,6 @@ Prints F1 with its 95% interval over batches (Student's t), precision, recall, M
 error ratio of the number of types) and the seconds of one attack.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import time

@@ -4,8 +4,6 @@ python -m benchmarks.cost.gpu                                 # into docs/what_r
 python -m benchmarks.cost.gpu --device cpu --small --page FILE
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import runpy

@@ -15,8 +15,6 @@ counted how often the host waits for it. Whole fits (``--fits``) are made withou
 monitor and its default cadence.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import platform

@@ -7,8 +7,6 @@ Two processes on gloo train one model in a custom loop. Watched and plain blocks
 The first steps of a block are not timed; in a watched block the first of them is a look.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

@@ -8,8 +8,6 @@ thread. Peak is the highest resident memory of the process (Linux), what package
 included. Words is the F1 of ``SubspaceWords`` at its last look, where it had one.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import resource
 import tempfile

@@ -12,8 +12,6 @@ the noise's standard deviation against sigma, and 100 audits of 100 games each a
 epsilon.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

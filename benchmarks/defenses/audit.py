@@ -22,8 +22,6 @@ it, at the delta of 0.1 or by the claim of a Gaussian mechanism, in far more tha
 DPSGD's own measurement of its noise is switched off for that: it sees half the noise by itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -17,8 +17,6 @@ feedback a monitor reads the gradient before it is compressed: its numbers are t
 row.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from typing import Any, cast

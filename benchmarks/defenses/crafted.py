@@ -1,7 +1,5 @@
 """Fully connected layers that a dishonest server inserts, as modules."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -9,8 +9,6 @@ both. Too little noise, a clip that lets more through, or sampling that is too f
 AUC; too much noise or too small a gradient lowers it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

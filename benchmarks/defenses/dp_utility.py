@@ -15,8 +15,6 @@ gain is over naming the most frequent class. Learning rates were tried out on th
 seed 0, which in a run of one's own costs privacy unless the data are public.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -17,8 +17,6 @@ template a 95% lower bound on epsilon beside the claim. ``--public`` puts the pu
 of the secret states: the first bound then exceeds the claim, if the sum moves by 7 C or more.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -9,8 +9,6 @@ Each training is run twice with equal draws and without noise: with the added ex
 it. All gradients are clipped (C is tiny), so that a sound training's sum moves by exactly C.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import tempfile

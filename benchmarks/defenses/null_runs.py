@@ -1,6 +1,6 @@
 """How often a gate is silent on noise alone: short runs of DP-SGD at epsilon 2.
 
-    python -m benchmarks.defenses.null_runs                 # a hundred runs, three minutes
+    python -m benchmarks.defenses.null_runs                 # a hundred runs, 17 busy minutes
     python -m benchmarks.defenses.null_runs --without       # the same runs without the defence
 
 Each run trains a tiny Llama, whole or by LoRA, on texts of its own for a few steps under
@@ -8,8 +8,6 @@ Each run trains a tiny Llama, whole or by LoRA, on texts of its own for a few st
 should be silent: nothing is read through the noise, and the control of the looks says that words
 would have been read without it. A gate that fires on *unknown* is not silent.
 """
-
-from __future__ import annotations
 
 import io
 import math

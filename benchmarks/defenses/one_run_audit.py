@@ -23,8 +23,6 @@ the mean scores of those in and out lie apart, in standard deviations, times sig
 gradients have 1 in one step.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import functools

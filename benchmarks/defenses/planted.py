@@ -5,8 +5,6 @@ token's hidden state alone, its bias is all that is trained, and the clip norm l
 gradient: so the target takes the whole of it, and nothing else takes a share.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

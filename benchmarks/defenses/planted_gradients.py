@@ -9,8 +9,6 @@ one axis is independent of the coins of all others: games of one run are as good
 runs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence

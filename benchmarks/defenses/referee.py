@@ -12,8 +12,6 @@ Each fault changes one thing. With ``--slow`` a run ends at the first of 20, 40,
 after which it is refuted.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import statistics

@@ -1,7 +1,5 @@
 """An adversary that counts words in place: what a token-level mechanism cannot hide."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@
 Exact, by epsilon. Membership games under it: ``token_ldp_games.py``.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 

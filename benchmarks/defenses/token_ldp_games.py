@@ -16,8 +16,6 @@ a WordMembership. ``seen`` is a server that sees the replaced batch. AUC with 95
 (bootstrap over batches), the mean over the texts, and over the layers too in the last column.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

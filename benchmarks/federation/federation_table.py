@@ -38,8 +38,6 @@ Cells that the log holds are not run again; ``--optimizers``, ``--steps``, ``--r
 ``--clients`` choose. A rank of 0 is the whole model.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import datetime

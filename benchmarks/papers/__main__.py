@@ -22,8 +22,6 @@ writes what the log holds, which may be of several runs. ``--json FILE`` writes 
 tables that are shown.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import itertools

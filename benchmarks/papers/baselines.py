@@ -5,8 +5,6 @@
 baseline of Zheng 2023, Sect. 4.3 (Song & Raghunathan 2020).
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

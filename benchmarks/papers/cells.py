@@ -5,8 +5,6 @@ that the outcome depends on. Several tables may show one cell. The log is a file
 for each cell that was measured or that failed; what was measured is not measured again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import multiprocessing
@@ -81,7 +79,7 @@ class Log:
     unreadable: int = 0
 
     @classmethod
-    def read(cls, path: Path) -> Log:
+    def read(cls, path: Path) -> "Log":
         log = cls(path)
         for text in path.read_text("utf-8").splitlines() if path.exists() else ():
             try:

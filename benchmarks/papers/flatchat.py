@@ -7,8 +7,6 @@ run once (word_recovery.py). The translators are small encoder-decoders (BART's 
 attacked with batches of held-out IWSLT; the attacker's own text is Multi30k.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gzip

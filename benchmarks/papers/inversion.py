@@ -6,8 +6,6 @@ numbers of its model; the task is the next token instead of questions and answer
 ``descent`` and ``prefix`` are ours.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -30,8 +30,6 @@ Where the paper can be read in two ways, or slips:
 - Remark 4's "lower bound (4)" is (5), and the cube of Appx. B.2 has d_X sides, not l_X.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ they use a threshold fitted on separate games, since our decision rules expect e
 authors' protocol, the authors' rule (the mean of all scores).
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import math

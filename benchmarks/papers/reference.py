@@ -10,8 +10,6 @@ those of :mod:`lightning_fedleak.defenses.token_ldp.mechanisms`. The clients run
 numba's compiled ones ignore numpy's seed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Iterator, Sequence
@@ -57,7 +55,7 @@ class Flattened:
     mixture: GaussianMixture
 
     @classmethod
-    def fit(cls, gradient: Tensor) -> Flattened:
+    def fit(cls, gradient: Tensor) -> "Flattened":
         """Return lines 1 to 3 for the gradient of a head, (V, d)."""
         sums = gradient.numpy().sum(axis=1, dtype=np.float64)
         sums /= np.linalg.norm(sums)

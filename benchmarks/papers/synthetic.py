@@ -1,7 +1,5 @@
 """Lemma 2 for tokens of a known law: Fig. 5 of Vu et al. 2024."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """How the papers' tables are laid out: published numbers next to measured ones, with intervals."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import tomllib

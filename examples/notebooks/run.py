@@ -6,8 +6,6 @@ complaint that a widget is missing. The notebooks are stored with outputs, so th
 where nothing runs; `python examples/notebooks/run.py --store` writes them again.
 """
 
-from __future__ import annotations
-
 import argparse
 import html
 import os

@@ -9,8 +9,6 @@ process of its own. With ``--at-most`` below 1, the first holds back what leaks 
 NVFlare's simulator runs it. Results are below ``--out``; ``fedleak report`` reads them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """A site's training script: Lightning with ``flare.patch``, which NVFlare runs in a thread."""
 
-from __future__ import annotations
-
 import lightning as L
 import nvflare.client.lightning as flare
 from watch import STEPS, Module, loader

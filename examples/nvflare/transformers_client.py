@@ -1,7 +1,5 @@
 """A site's training script: transformers' Trainer with ``flare.patch``, in a process of its own."""
 
-from __future__ import annotations
-
 import tempfile
 
 import nvflare.client.hf as flare

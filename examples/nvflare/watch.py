@@ -1,7 +1,5 @@
 """What every part of the job makes alike: the model, its data, and who looks at updates."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

@@ -108,7 +108,11 @@ class RiskGate(core.Threshold, EitherCallback):
         if stage != "fit":
             return
         engine = self._find_engine(trainer)
-        self._check_stop(trainer)
+        if self.action in ("stop", "harden") and (trainer.min_epochs or trainer.min_steps):
+            raise ValueError(
+                f"RiskGate(action='{self.action}') could not stop this run, because of the "
+                "Trainer's min_epochs or min_steps. Drop them, or use action='raise'."
+            )
         self.watch(
             engine,
             core.GateActions(
@@ -138,18 +142,6 @@ class RiskGate(core.Threshold, EitherCallback):
             )
         return logged_by[0].engine
 
-    def _check_stop(self, trainer: L.Trainer) -> None:
-        """Check that a gate that stops can stop the run. Lightning refuses two of one name.
-
-        Raises:
-            ValueError: It could not stop the run. The message names the argument to change.
-        """
-        if self.action in ("stop", "harden") and (trainer.min_epochs or trainer.min_steps):
-            raise ValueError(
-                f"RiskGate(action='{self.action}') could not stop this run, because of the "
-                "Trainer's min_epochs or min_steps. Drop them, or use action='raise'."
-            )
-
     def fit_results(self) -> tuple[core.GateEvent | None, int]:
         """Return what the gate did in a fit in other processes, for the main process."""
         return self.fired, self.notches
@@ -164,10 +156,10 @@ class RiskGate(core.Threshold, EitherCallback):
         It is the validation loss if the upper end of the interval at these weights is at most
         ``at_most``, and infinite otherwise, so that its minimum is the best allowed checkpoint.
         """
-        if not self.on_weights or self._engine is None or trainer.sanity_checking:
+        if not self.on_weights or trainer.sanity_checking:
             return
-        engine, metrics = self._engine, trainer.callback_metrics
-        names = core.chosen_metrics(metrics, engine.options.utility)
+        metrics = trainer.callback_metrics
+        names = core.chosen_metrics(metrics, self._engine.options.utility)
         losses = [name for name in names if is_validation(name) and is_lower_better(name)]
         if not losses:
             return

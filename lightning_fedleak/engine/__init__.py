@@ -41,5 +41,4 @@ from lightning_fedleak.engine.run import contained as contained
 from lightning_fedleak.engine.run import reason as reason
 from lightning_fedleak.engine.threshold import GateActions as GateActions
 from lightning_fedleak.engine.threshold import Threshold as Threshold
-from lightning_fedleak.engine.threshold import decision_of as decision_of
 from lightning_fedleak.report.records import GateLine as GateLine

@@ -159,8 +159,16 @@ class Fit:
         """
         if is_of_signal(error):
             self.end_look()
-        why = reason(error)  # which raises the error of a signal's handler
+        self.keep_failure(reason(error))  # `reason` raises the error of a signal's handler
+
+    def keep_failure(self, why: str | None) -> None:
+        """Make the current look, or else the next one, unknown for a reason, if it has none yet."""
         self.failure = self.failure or why
+
+    def take_failure(self) -> str | None:
+        """Return why the current look, or else the next one, is unknown, and forget it."""
+        why, self.failure = self.failure, None
+        return why
 
     def each(self, *functions: Callable[[], object]) -> None:
         """Call all of the functions, also if one of them raises an error."""
@@ -191,7 +199,7 @@ class Fit:
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Note that an optimizer step ends with this batch, so gradients no longer accumulate."""
         if self._owns(optimizer):
-            self.scheduler.phase = Phase.STEPPED
+            self.scheduler.optimizer_steps()
 
     def _check_first_batch(self, batch: Any) -> None:
         """Refuse the first batch if it cannot be read, on all processes at once.
@@ -370,7 +378,7 @@ class Fit:
         """
         if not self._owns(optimizer):
             return
-        self.scheduler.phase = Phase.STEPPED
+        self.scheduler.optimizer_steps()
         look = self.look
         if look is None or id(optimizer) in look.stepped:
             return
@@ -491,16 +499,17 @@ class Fit:
         self.each(self._leave_out_slow)
         no_result = all(isinstance(result, Waiting) for result in results.values())
         try:
-            cadence.next_step = self.scheduler.next_step(look, no_result=no_result)
+            cadence.plan(self.scheduler.next_step(look, no_result=no_result))
         except Exception as error:
             self.fail(error)
-            cadence.next_step = look.step + 1
+            cadence.plan(look.step + 1)
         if self.failure is not None:
             scope = self.series if look.scope is None else look.scope
             results = dict.fromkeys(scope, Unknown(self.failure))
         outcomes, look.next_look = self.pool(results, cadence.next_step)
-        cadence.next_step = look.next_look
-        failed = {s.attack for s, o in (outcomes or {}).items() if o.unknown is not None}
+        cadence.plan(look.next_look)
+        shared = ((s, o) for s, o in (outcomes or {}).items() if s.stage is Stage.SHARED)
+        failed = {s.attack for s, o in shared if o.unknown is not None}
         spared = {a.name for a in self.lineup.spared if a.second_to in failed}
         waits = {s: pending("it runs next", soon=True) for s in self.series if s.attack in spared}
         return outcomes and {**outcomes, **waits}

@@ -25,7 +25,7 @@ from lightning_fedleak.engine.lifecycle import Engine
 from lightning_fedleak.engine.outcomes import Unknown
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.messages import is_first_process
-from lightning_fedleak.report.records import Judgement, standard_family
+from lightning_fedleak.report.records import GateLine, Judgement, standard_family
 from lightning_fedleak.validate import check_number
 
 log = logging.getLogger(__name__)
@@ -116,19 +116,6 @@ def check_threshold(gate: str, metric: str, at_most: float) -> None:
         raise ValueError(
             f"{gate} watches '{metric}', which is {chance:g} by chance and at most {highest:g}: "
             f"at_most={at_most:g} must lie between these (rates are shares, not percent)"
-        )
-
-
-def check_value(gate: str, metric: str) -> None:
-    """Refuse the lower end of an interval, because it is also low if few texts were queried.
-
-    Raises:
-        ValueError: It is a lower end; the message names the value to watch instead.
-    """
-    if metric.endswith("_low"):
-        raise ValueError(
-            f"{gate} watches '{metric}', which is also low if few texts were queried: watch "
-            f"'{metric.removesuffix('_low')}', with patience= where single looks scatter"
         )
 
 
@@ -239,26 +226,26 @@ def why_unread(engine: Engine, name: str) -> str | None:
     return lineup.unread_family(channel.family)
 
 
-def judge_worst(
+def judge_together(
     engine: Engine, values: Mapping[str, float], at_most: float
 ) -> dict[str, Judgement]:
-    """Return how a gate interprets the headlines of a family at its threshold.
+    """Return how known values of a family count at the threshold of a gate, by log name.
 
-    A headline whose control is low is unknown (NaN). It is excluded if its attack reads a gradient
-    that another attack with a known headline reads too.
+    A value whose control is low is unknown (NaN). It is excluded if its attack reads a gradient
+    that another attack with a known value reads too.
 
     Args:
         engine: The engine that logs the values.
-        values: The known headlines, by log name.
+        values: The known values, by log name.
         at_most: The threshold of the gate.
     """
     judgements = {n: engine.results.judge(n, value, at_most) for n, value in values.items()}
     roles = {plan.attack.name: set(plan.roles) for plan in engine.current.lineup.plans}
     attacks = {series.log_name: series.attack for series in engine.series}
     reads = {n: roles.get(attacks.get(n.rpartition("/")[0], ""), set()) for n in judgements}
-    finite = {n for n, judgement in judgements.items() if not math.isnan(judgement.value)}
-    roles_read = set[str]().union(*(reads[n] for n in finite))
-    return {n: j for n, j in judgements.items() if n in finite or not reads[n] & roles_read}
+    known = {n for n, judgement in judgements.items() if not math.isnan(judgement.value)}
+    roles_read = set[str]().union(*(reads[n] for n in known))
+    return {n: j for n, j in judgements.items() if n in known or not reads[n] & roles_read}
 
 
 # ---- defences that a gate makes stronger ----------------------------------------------------
@@ -349,6 +336,22 @@ class GateEvent:
         if not self.hardened and self.client is None:
             lines.append(f"  what now: {self._advice()}")
         return "\n".join(lines)
+
+    def decision(self, did: str, hardened: Sequence[str] = ()) -> GateLine:
+        """Return the line of the run's record for an action of the gate."""
+        return GateLine(
+            run="",
+            gate=self.gate,
+            did=did,
+            step=self.step,
+            client=self.client,
+            metric=self.metric,
+            source=self.source,
+            measured=self.value,
+            at_most=self.at_most,
+            reason=self.why,
+            hardened=tuple(hardened),
+        )
 
     def _measurement(self) -> str:
         if math.isnan(self.value):

@@ -365,9 +365,10 @@ class Engine:
         final = self.results.final_outcomes(look, outcomes)
         if final is not None:
             self._publish(look, final)
-            fit.scheduler.waiting, fit.failure = self.results.waiting, None
+            fit.scheduler.waiting = self.results.waiting
+            fit.take_failure()
         elif look.scope is None:
-            fit.scheduler.cadence.next_step = fit.run.step
+            fit.scheduler.cadence.plan(fit.run.step)
         return True
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:
@@ -424,13 +425,12 @@ class Engine:
         self._conclude(earlier)
         fit = self.fit
         if self.weights is not None and fit is not None:
-            # A failure in a step waits for the next look at a step: hide it from `_conclude`.
-            step_failure, fit.failure = fit.failure, None
+            step_failure = fit.take_failure()  # it waits for the next look at a step
             try:
                 self._look_at_weights()
                 self._conclude(None)
             finally:
-                fit.failure = fit.failure or step_failure
+                fit.keep_failure(step_failure)
 
     def _conclude(self, earlier: str | None) -> None:
         """Publish a failure as unknown results, and call the gates if there are new results.
@@ -442,7 +442,7 @@ class Engine:
         fit = self.fit
         why = None if fit is None or fit.look is not None else fit.failure
         if fit is not None and why is not None and (fit.run.processes == 1 or why is not earlier):
-            fit.failure = None
+            fit.take_failure()
             self._publish_failure(why)
         has_news, self._has_news = self._has_news, False
         for listener in self.listeners if has_news else ():

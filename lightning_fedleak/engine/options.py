@@ -159,9 +159,13 @@ class Memorization:
             once, before the first step; for that time a second model is in memory. ``"auto"``
             trains one before the first step, by the run's recipe, on rows that are not queried
             (:func:`~lightning_fedleak.evaluation.canaries.draw_references`). A function gets these
-            rows as a data set and returns a model trained on them. Both need ``leave_out``.
-        reference_rows: the number of rows that the reference was trained on. For ``"auto"`` and a
-            function, the number that it is trained on, by default as many as this model. With
+            rows as a data set and returns a model trained on them. Both need ``leave_out``. Or a
+            list of models or folders.
+        references: how many references ``"auto"`` or the function trains; each costs a training.
+            Two or more are trained on random halves of the rows.
+        reference_rows: the number of rows that the reference was trained on; for a list, a list of
+            numbers, or of data sets of the rows, which say which texts a reference has seen. For
+            ``"auto"`` and a function, the number of rows to train on, by default all. With
             fewer than this model's it is *weak*
             (:func:`~lightning_fedleak.engine.reference.measure_strength`): a low number is unknown.
         seed: the seed of the random choice of rows.
@@ -178,7 +182,8 @@ class Memorization:
     outside_epsilon: bool = False
     records: bool = False
     reference: Any = None
-    reference_rows: int | None = None
+    references: int = 1
+    reference_rows: Any = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -186,15 +191,34 @@ class Memorization:
         check_number("alpha", self.alpha, above=0, below=1)
         check_integer("most_texts", self.most_texts, at_least=20)
         check_integer("seed", self.seed, at_least=0)
-        check_integer("reference_rows", self.reference_rows, optional=True)
+        check_integer("references", self.references)
+        if self.references > 1 and not self.trains_reference:
+            raise ValueError("Memorization(references=) is for reference='auto' or a function")
+        if len(self.given_references) != len(self.rows_of_references):
+            raise ValueError("reference_rows: give as many entries as reference has")
+        for rows in self.rows_of_references:
+            if isinstance(rows, int) or not hasattr(rows, "__getitem__"):
+                check_integer("reference_rows", rows, optional=True)
         for share in self.looks:
             check_number("looks", share, above=0, at_most=1, hint="shares of the first epoch")
 
     @property
     def trains_reference(self) -> bool:
         """Return whether the reference is trained before the first step, not passed as a model."""
-        given = nn.Module | str | Path | None
+        given = (nn.Module, str, Path, list, tuple, type(None))
         return self.reference == "auto" or not isinstance(self.reference, given)
+
+    @property
+    def given_references(self) -> Sequence[Any]:
+        """Return the models or folders; one entry for a reference that is trained."""
+        return self.reference if isinstance(self.reference, list | tuple) else [self.reference]
+
+    @property
+    def rows_of_references(self) -> Sequence[Any]:
+        """Return the number of rows of each of them, a data set of these, or None."""
+        if isinstance(self.reference_rows, list | tuple):
+            return self.reference_rows
+        return [self.reference_rows] * len(self.given_references)
 
 
 @explain_arguments()

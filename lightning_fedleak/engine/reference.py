@@ -3,10 +3,10 @@
 A reference shows how much the likelihood of a text rises by training on texts of its kind. The
 rest of the rise is due to training on the text itself. This is difficulty calibration (arXiv
 2111.08440), or an attack with one reference model (arXiv 2012.07805, section 4). The *base* is the
-watched model before its first step. The user passes a reference (:func:`ask_reference`), or one is
-trained before the first step on rows that it does not score (:func:`train_references`). Its
-answers are the log-probabilities of the texts' tokens. A reference that was trained less than the
-model is *weak*: scores with it are too low.
+watched model before its first step. The user passes references (:func:`ask_references`), or some
+are trained before the first step (:func:`train_references`). Their answers are the
+log-probabilities of the texts' tokens. A reference that was trained less than the model is *weak*:
+scores with it are too low.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lightning_fedleak.attacks.memorization.scores import MIN_WEIGHT, fit_base
+from lightning_fedleak.attacks.memorization.references import MIN_WEIGHT, fit_base
 from lightning_fedleak.engine.run import Run
 from lightning_fedleak.messages import rank_zero_info, without_messages
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy, without_peft
 from lightning_fedleak.model.loading import load_adapters, load_whole
 from lightning_fedleak.model.model_state import WeightsWritten, preserve_process
-from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.snapshots import References, ReleasedModel, TokenSnapshot
 from lightning_fedleak.private_files import hash_tensors, load_private, plain_name, save_private
 from lightning_fedleak.report.records import STRENGTH, WEAK, ReferenceFacts
 
@@ -49,7 +49,50 @@ leakage.
 """
 
 
-def ask_reference(
+def ask_references(
+    sources: Sequence[Any],
+    rows: Sequence[Any],
+    contents: Sequence[bytes],
+    read: Callable[[Any], set[bytes]],
+    run: Run,
+    ask: Callable[[Run], TokenSnapshot],
+) -> tuple[References, ReferenceFacts]:
+    """Query given references with N texts, and return their answers and a description of all.
+
+    Args:
+        sources: K models or folders.
+        rows: For each of them the number of its training rows, a data set of these, or None.
+        contents: The contents of the N texts.
+        read: Returns the contents of the texts of a data set.
+        run: The run of the model that trains, on its device.
+        ask: Returns the token log-probabilities of the texts, from the model of a run.
+
+    Raises:
+        ValueError: See :func:`_ask_reference`.
+    """
+    counts = [part if part is None or isinstance(part, int) else len(part) for part in rows]
+    seen = [
+        set() if count is part else read(part) for count, part in zip(counts, rows, strict=True)
+    ]
+    asked = [_ask_reference(*one, run, ask) for one in zip(sources, counts, strict=True)]
+    answers = References([answer for answer, _ in asked], inside_of(contents, seen))
+    return answers, describe_all([facts for _, facts in asked])
+
+
+def inside_of(contents: Sequence[bytes], seen: Sequence[Container[bytes]]) -> Tensor:
+    """Return (K, N) bool, which of N contents each of K sets holds."""
+    return torch.tensor([[content in one for content in contents] for one in seen])
+
+
+def describe_all(facts: Sequence[ReferenceFacts]) -> ReferenceFacts:
+    """Return the description of several references: the fewest rows, and a hash of all hashes."""
+    rows = None if any(one.rows is None for one in facts) else min(one.rows or 0 for one in facts)
+    weights = "".join(one.weights for one in facts)
+    weights = hashlib.sha256(weights.encode()).hexdigest() if len(facts) > 1 else weights
+    return replace(facts[0], rows=rows, weights=weights, models=len(facts))
+
+
+def _ask_reference(
     reference: Any, rows: int | None, run: Run, ask: Callable[[Run], TokenSnapshot]
 ) -> tuple[TokenSnapshot, ReferenceFacts]:
     """Query a given reference with the texts, and return its answers and its description.
@@ -153,9 +196,10 @@ def announce_references(run: Run, sizes: Sequence[int], row_seconds: float) -> N
         row_seconds: The estimated seconds of training on one row.
     """
     which = f"a reference is trained on {sizes[0]:,} rows, which are not asked about"
-    if len(sizes) > 1:
-        total = f"{sum(sizes):,} rows, too few for one on rows that are not asked about"
-        which = f"two references are trained, one after the other, on halves of {total}"
+    if (n := len(sizes)) > 1:
+        total = f"{sum(sizes[:2]):,} rows"
+        total += ", too few for one on rows that are not asked about" * (n == 2)
+        which = f"{n} references are trained, one after the other, on halves of {total}"
     cost = f"about {row_seconds * sum(sizes):.2g} s a pass"
     cost += f", {run.epochs} passes" * (run.epochs is not None)
     megabytes = sum(p.nbytes for p in run.anatomy.root.parameters()) / 1e6
@@ -168,22 +212,21 @@ def announce_references(run: Run, sizes: Sequence[int], row_seconds: float) -> N
 def train_references(
     source: Any,
     data: Sequence[Dataset[Any]],
-    seen: Tensor,
+    inside: Tensor,
     run: Run,
     ask: Callable[[Run], TokenSnapshot],
     seed: int,
-) -> tuple[TokenSnapshot, ReferenceFacts]:
-    """Train one or two references, query them, and return their answers and their description.
+) -> tuple[References, ReferenceFacts]:
+    """Train K references, query them, and return their answers and their description.
 
-    They are trained one after the other. The answer for each text is that of a reference that was
-    not trained on it. Afterwards random states are restored, and the references are freed.
+    They are trained one after the other. Afterwards random states are restored, and the references
+    are freed.
 
     Args:
         source: ``"auto"`` to train by the run's recipe; or the user's function, which trains on a
             data set and returns a model.
         data: The training rows of each reference.
-        seen: (N,) bool, the texts that the first reference is trained on, for which the answers of
-            the last one are returned.
+        inside: (K, N) bool, the texts that each reference is trained on.
         run: The run of the model that trains, before its first step.
         ask: Returns the token log-probabilities of the N texts, from the model of a run.
         seed: The seed of the order of the rows, and of dropout.
@@ -202,13 +245,8 @@ def train_references(
             answers.append(ask(run.altered(anatomy=parts)))
         facts.append(describe_reference(parts.model, len(rows), parts))  # type: ignore[arg-type]
         del parts
-    pairs = zip(answers[0], answers[-1], strict=True)
-    unseen = TokenSnapshot(*(torch.where(seen[:, None], last, first) for first, last in pairs))
-    weights = facts[0].weights
-    if len(facts) > 1:
-        weights = hashlib.sha256("".join(x.weights for x in facts).encode()).hexdigest()
     kind = "auto" if source == "auto" else "function"
-    return unseen, replace(facts[0], kind=kind, weights=weights, models=len(facts))
+    return References(answers, inside), replace(describe_all(facts), kind=kind)
 
 
 def _train(source: Any, rows: Dataset[Any], run: Run) -> Anatomy:
@@ -278,9 +316,10 @@ def measure_strength(
         rows: The number of rows that the reference was trained on; None if it is not known.
         trained: The number of rows of the model's training data.
     """
-    assert game.reference is not None
+    assert game.references is not None
+    unseen = game.base._replace(log_probs=game.references.log_probs)
     base = game.base.mean_log_probs()[~members]
-    gain, reference = (x.mean_log_probs()[~members] - base for x in (game.now, game.reference))
+    gain, reference = (x.mean_log_probs()[~members] - base for x in (game.now, unseen))
     is_measured = float(gain.mean()) > 2 * float(gain.std()) / math.sqrt(len(gain))
     share = float(reference.mean() / gain.mean()) if is_measured else math.nan
     gained = f"on texts that neither was trained on it has gained {share:.0%} of what the model has"
@@ -313,25 +352,25 @@ def announce_strength(run: Run, strength: Strength) -> None:
 
 
 def digest_answers(
-    key: Tensor, base: TokenSnapshot, reference: TokenSnapshot | None, texts: Sequence[Tensor]
+    key: Tensor, base: TokenSnapshot, references: References | None, texts: Sequence[Tensor]
 ) -> str:
     """Return the SHA-256 of a key, the texts' token ids and the answers to the texts."""
     ids = {f"text{number}": text for number, text in enumerate(texts)}
-    return hash_tensors({"key": key, **_named(base, reference), **ids})
+    return hash_tensors({"key": key, **_named(base, references), **ids})
 
 
 def save_answers(
-    path: Path, key: Tensor, base: TokenSnapshot, reference: TokenSnapshot | None
+    path: Path, key: Tensor, base: TokenSnapshot, references: References | None
 ) -> None:
-    """Write a key and the answers of the base and of the reference, if any, to a private file.
+    """Write a key and the answers of the base and of references, if any, to a private file.
 
     Raises:
         OSError: The file cannot be written.
     """
-    save_private(path, {"key": key, **_named(base, reference)})
+    save_private(path, {"key": key, **_named(base, references)})
 
 
-def load_answers(path: Path) -> tuple[Tensor, TokenSnapshot, TokenSnapshot | None]:
+def load_answers(path: Path) -> tuple[Tensor, TokenSnapshot, References | None]:
     """Return what :func:`save_answers` wrote.
 
     Raises:
@@ -341,14 +380,20 @@ def load_answers(path: Path) -> tuple[Tensor, TokenSnapshot, TokenSnapshot | Non
         OSError: The file cannot be read.
     """
     tensors = load_private(path)
-    key = tensors.pop("key")
-    base = {name: value for name, value in tensors.items() if "." not in name}
-    further = {name.partition(".")[2]: value for name, value in tensors.items() if "." in name}
-    return key, TokenSnapshot(**base), TokenSnapshot(**further) if further else None
+    key, inside = tensors.pop("key"), tensors.pop("inside", None)
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        parts.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = value
+    base = TokenSnapshot(**parts.pop(""))
+    answers = [TokenSnapshot(**parts[str(n)]) for n in range(len(parts))]
+    return key, base, None if inside is None else References(answers, inside.bool())
 
 
-def _named(base: TokenSnapshot, reference: TokenSnapshot | None) -> dict[str, Tensor]:
-    """Return the tensors of both answers by name, those of the reference with a prefix."""
+def _named(base: TokenSnapshot, references: References | None) -> dict[str, Tensor]:
+    """Return the tensors of all answers by name, those of references with their number before."""
     named = {name: value.contiguous() for name, value in base._asdict().items()}
-    further = {} if reference is None else reference._asdict()
-    return named | {f"reference.{name}": value.contiguous() for name, value in further.items()}
+    if references is not None:
+        named["inside"] = references.inside.to(torch.uint8)
+        for n, answer in enumerate(references.answers):
+            named |= {f"{n}.{name}": value.contiguous() for name, value in answer._asdict().items()}
+    return named

@@ -202,6 +202,7 @@ class Results:
         self._waits: dict[Series, int] = {}  # looks in a row that were pending
         self._waiting_since: dict[Series, int] = {}  # first step of the retries
         self._newest: dict[Series, Outcome] = {}  # of this fit
+        self._doubted: set[str] = set()  # attacks whose newest number is unknown
         self._with_result: set[Series] = set()
         self._forgotten: set[Series] = set()  # their values are kept until the next look
         self.controls: dict[Series, Control] = {}
@@ -217,6 +218,7 @@ class Results:
         self._looks_before = self.looks
         self._with_result.clear()
         self._newest.clear()
+        self._doubted.clear()
 
     @property
     def waiting(self) -> frozenset[Series]:
@@ -338,15 +340,16 @@ class Results:
     def doubted(self, limit: Callable[[Channel], float]) -> set[str]:
         """Return the names of the attacks whose newest number is unknown, or is by its control.
 
+        While an attack waits, its number before counts.
+
         Args:
             limit: Returns the value up to which a number of a channel's attacks is low.
         """
-        return {
-            series.attack
-            for series, outcome in self._newest.items()
-            if outcome.pending is None and _counts_for_worst(series)
-            if self._is_doubted(series, outcome, limit(self._channels[series]))
-        }
+        for series, outcome in self._newest.items():
+            if outcome.pending is None and _counts_for_worst(series):
+                is_doubted = self._is_doubted(series, outcome, limit(self._channels[series]))
+                (self._doubted.add if is_doubted else self._doubted.discard)(series.attack)
+        return self._doubted
 
     def _is_doubted(self, series: Series, outcome: Outcome, limit: float) -> bool:
         headline = self._channels[series].headline

@@ -74,9 +74,12 @@ class Cadence:
             steps: The step at which the run is planned to end; None if it is not known.
             set_up_seconds: The duration of the set-up.
         """
-        self.first_step = self.next_step = step
-        self.steps = steps
-        self.spent = set_up_seconds
+        self.first_step, self.steps, self.spent = step, steps, set_up_seconds
+        self.plan(step)
+
+    def plan(self, step: int) -> None:
+        """Set the step of the next look."""
+        self.next_step = step
 
     def due(self, step: int) -> bool:
         """Return whether a look is due at optimizer step ``step``, counted from 0."""
@@ -263,6 +266,10 @@ class Scheduler:
             if series.stage in look.wanted:
                 look.answers.setdefault(series, self.waits[series])
         return still
+
+    def optimizer_steps(self) -> None:
+        """Note that an optimizer steps, or skips its step, in the current batch."""
+        self.phase = Phase.STEPPED
 
     def batch_ends(self, trained: bool) -> bool:
         """End a batch, and return whether an optimizer stepped, or skipped its step, in it."""

@@ -12,20 +12,20 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lightning_fedleak.defenses import Defense
+from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.gates import (
     GateEvent,
     LeakageLimitExceeded,
     announce,
     check_threshold,
-    check_value,
     defenses_to_harden,
     is_worst,
-    judge_worst,
+    judge_together,
+    names_there_are,
     rate_of,
     why_unread,
 )
@@ -34,7 +34,7 @@ from lightning_fedleak.engine.outcomes import CHOOSE
 from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.results import WORST
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
-from lightning_fedleak.report.records import WEAK, WEAK_REFERENCE, GateFacts, GateLine, Judgement
+from lightning_fedleak.report.records import WEAK, WEAK_REFERENCE, GateFacts, Judgement
 from lightning_fedleak.validate import check_choice, check_integer, explain_arguments
 
 Action = Literal["stop", "harden", "raise", "warn"] | Callable[[GateEvent], Any]
@@ -96,6 +96,8 @@ class Threshold:
     """
 
     actions: ClassVar[Sequence[str]] = ("stop", "harden", "raise", "warn")
+    _engine: Engine  # of the newest run, from `watch` on
+    _host: GateActions
 
     @explain_arguments("{}('leakage/worst/words', at_most=0.5)")
     def __init__(
@@ -117,7 +119,6 @@ class Threshold:
         self.patience = check_integer("patience", patience, at_least=0)
         self.strict = strict
         self.name = name or metric.removeprefix("leakage/")
-        self._engine: Engine | None = None
         self._forget_run()
 
     def _forget_run(self) -> None:
@@ -126,8 +127,7 @@ class Threshold:
         self.fired: GateEvent | None = None
         self.notches = self._breaches = 0
         self._defenses: tuple[Defense, ...] = ()
-        self._watched: tuple[str, ...] = (self.metric,)  # all headlines, if a worst is watched
-        # Whether it has stopped the run, and has had a known value.
+        # Whether it has stopped the run, has had a known value, and has warned of its limit.
         self._stopped = self._has_result = self._has_warned = False
         # The upper end of the interval and the step of each validation, see `choice`.
         self._choices: list[tuple[float, int]] = []
@@ -143,14 +143,13 @@ class Threshold:
 
         ``alpha`` is the probability that the judged interval is wrong at any look.
         """
-        options = None if self._engine is None else self._engine.options
         return GateFacts(
             name=self.name,
             metric=self.metric,
             at_most=self.at_most,
             action=self._action_name,
             bound=self.bound,
-            alpha=options.memorization.alpha if options and self.bound == "lower" else None,
+            alpha=self._engine.options.memorization.alpha if self.bound == "lower" else None,
             strict=self.strict,
             patience=self.patience,
         )
@@ -180,32 +179,48 @@ class Threshold:
         Raises:
             ValueError: The metric cannot be judged in this run; the message says what to change.
         """
-        self._engine = engine
+        self._engine, self._host = engine, actions
         self._forget_run()
         if self.action == "harden":
             self._defenses = defenses_to_harden(actions.defenses)
-        self._watched = engine.results.headlines_of(self.metric) or (self.metric,)
         self.on_weights = engine.results.repeats_texts(self.metric)
-        is_end = self.metric.endswith(("_low", "_high"))
-        self.bound = "lower" if self.on_weights and not is_end else "value"
         if not self.on_weights:
-            check_value(self._kind, self.metric)
-        self._check_looks(engine, actions.processes)
-        engine.subscribe(
-            partial(self._decide, engine, actions),
-            facts=self.facts,
-            before_first=partial(self._check_read, engine),
-            after_training=partial(self._conclude, engine, actions),
-        )
+            self._check_value()
+        elif not self.metric.endswith(("_low", "_high")):
+            self.bound = "lower"
+        self._check_looks()
+        engine.subscribe(self._decide, self.facts, self._check_read, self._conclude)
 
-    def _check_looks(self, engine: Engine, clients: int) -> None:
+    def check_logged(self, names: Sequence[str], watcher: str) -> None:
+        """Refuse a metric that is not logged.
+
+        Args:
+            names: The names that are logged.
+            watcher: The name of the class that runs the attacks.
+
+        Raises:
+            ValueError: It is not among the names; the message suggests another one.
+        """
+        if self.metric not in names:
+            hint = names_there_are(self.metric, names, watcher)
+            raise ValueError(f"{self._subject}, which this {watcher} does not log.{hint}")
+
+    def _check_value(self) -> None:
+        """Refuse the lower end of an interval, because it is also low if few texts were queried."""
+        if self.metric.endswith("_low"):
+            raise ValueError(
+                f"{self._subject}, which is also low if few texts were queried: watch "
+                f"'{self.metric.removesuffix('_low')}', with patience= where single looks scatter"
+            )
+
+    def _check_looks(self) -> None:
         """Refuse a rate that needs more games than looks are pooled, or than a strict gate allows.
 
         Such a rate would always be unknown, or unknown until a strict gate stops the run.
         """
-        name = self.metric.removesuffix("_worst_client")
+        name, clients = self.metric.removesuffix("_worst_client"), self._host.processes
         worst = name != self.metric and clients > 1
-        if (channel := engine.results.channel_of(name)) is None:
+        if (channel := self._engine.results.channel_of(name)) is None:
             return
         root, _, rate = name.rpartition("/")
         if rate in channel.own_threshold:
@@ -214,7 +229,7 @@ class Threshold:
                 stacklevel=2,
             )
         requirement = channel.requirement(rate, 1 if worst else clients)
-        looks, pooled = requirement.looks, 1 if worst else engine.options.games.window
+        looks, pooled = requirement.looks, 1 if worst else self._engine.options.games.window
         if looks > pooled or (self.strict and looks > self.patience + 1):
             raise ValueError(
                 f"{self._subject}: {requirement.why}, so that it is unknown before look {looks} of "
@@ -222,18 +237,19 @@ class Threshold:
                 f"more{', or strict=False to wait for that look' * (looks <= pooled)}"
             )
 
-    def _check_read(self, engine: Engine) -> None:
+    def _check_read(self) -> None:
         """Refuse a metric that no attack can measure; only warn if that may change in the run.
 
         It may change when further parameters are unfrozen.
         """
+        engine, channel = self._engine, self._engine.results.channel_of(self.metric)
+        if channel is None:
+            return  # no attack measures it, such as the duration of a look
         if self.on_weights:
-            self._check_private(engine)
+            self._check_private(channel)
         if (why := why_unread(engine, self.metric)) is None:
             return
         mend = "list an attack that reads it (attacks='auto' takes all that do)"
-        channel = engine.results.channel_of(self.metric)
-        assert channel is not None  # else there is no reason
         root, worst = self.metric.rpartition("/")[0], f"{WORST}/{channel.family}"
         watched = {series.attack for series in engine.series if series.log_name == root}
         if self.on_weights:  # the reason names the argument
@@ -248,165 +264,128 @@ class Threshold:
         elif self.strict or is_worst(self.metric):
             raise ValueError(f"{start}: {mend}, or leave this gate out")
 
-    def _check_private(self, engine: Engine) -> None:
+    def _check_private(self, channel: Channel) -> None:
         """Refuse to act on private texts under DP, and a metric that can never be determined."""
+        engine = self._engine
         if accounting(engine.run.defenses) and not engine.options.memorization.outside_epsilon:
             raise ValueError(
                 f"{self._subject}, and the run's epsilon does not cover what a gate decides by "
                 "it: leave the gate out, or accept it by Memorization(outside_epsilon=True)"
             )
-        channel = engine.results.channel_of(self.metric)
-        assert channel is not None
         why = channel.requirement(self.metric.rpartition("/")[2]).never if self.strict else None
         if why is not None:
             raise ValueError(f"{self._subject}: {why}; or pass strict=False, and it waits")
 
-    # ---- after a look -----------------------------------------------------------------------
+    # ---- what a look says -------------------------------------------------------------------
 
-    def _decide(self, engine: Engine, actions: GateActions) -> None:
-        """Judge the newest look, and act if it exceeds the threshold."""
-        if self._stopped:
-            return
-        self._warn_of_uninformed(engine)
-        # The first process decides for all: only it has the worst client's value, and durations
-        # differ between processes.
-        event = self._read_look(engine) if engine.run.rank == 0 else None
-        event = engine.run.broadcast(None if event is None or not self._judge(event) else event)
-        step = engine.results.last_step
-        actions.log({f"gate/{self.name}": float(event is not None)}, step)
-        if event is not None:
-            self._fire(engine, actions, event)
-        if self.action == "harden":
-            actions.log({f"gate/{self.name}_notches": float(self.notches)}, step)
+    def judge(
+        self, engine: Engine, values: Mapping[str, float], unknown: Mapping[str, str]
+    ) -> GateEvent:
+        """Return the event of the value that decides.
 
-    def _warn_of_uninformed(self, engine: Engine) -> None:
-        """Warn once if an answer that names everything, whatever the gradient, is a breach."""
-        channel = engine.results.channel_of(self.metric)
-        if channel is None or self._has_warned or rate_of(self.metric) != channel.headline:
-            return
-        if self.at_most < channel.uninformed:
-            self._has_warned = True
-            rank_zero_warn(
-                f"{self._subject}: naming everything, whatever the gradient, has "
-                f"{channel.uninformed:.2f} on this batch, so that at_most={self.at_most:g} cannot "
-                f"decide. The lowest limit that can: {math.ceil(100 * channel.uninformed) / 100:g}"
-            )
+        That is the highest value above the threshold; without one, an unknown value; else the
+        highest value. For the worst of a family the values are its headlines.
 
-    def _conclude(self, engine: Engine, actions: GateActions) -> None:
-        """Fire if a strict gate had no result in the whole run, whatever its patience.
-
-        Announce it if ``leakage/choose`` was infinite at all validations.
+        Args:
+            engine: The engine of the look.
+            values: The values of the look by log name.
+            unknown: The names whose values are unknown unless they are above the threshold, with
+                the reasons; an empty reason if the engine's results have it.
         """
-        if self._choices and not any(end <= self.at_most for end, _ in self._choices):
-            announce(f"{self._kind} '{self.name}': {self._none_chosen()}")
-        if not self.strict or self.fired is not None or engine.run.step == engine.first_step:
-            return
-        if not engine.run.broadcast(self._has_result):
-            self._fire(engine, actions, self._event(math.nan))
-
-    def _event(self, value: float, metric: str = "", **facts: Any) -> GateEvent:
-        """Return the event of a value at the newest look; arguments as in :class:`GateEvent`."""
-        assert self._engine is not None
-        results = self._engine.results
-        ends = (f"{self.metric}_low", f"{self.metric}_high")
-        low, high = (results.latest.get(end, math.nan) for end in ends)
-        if math.isnan(value) and not facts.get("why"):
-            facts["why"] = results.why_unknown(self.metric)
+        judged = self._judgements(engine, values)
+        doubted = {n: w for n, w in unknown.items() if not self._is_breach(judged.get(n))}
+        judged |= {name: Judgement(math.nan, why) for name, why in doubted.items()}
+        source = self._deciding(judged)
+        value, why = judged[source].value, judged[source].why
+        is_of_family = is_worst(self.metric) and source != self.metric
+        if math.isnan(value):
+            why = f"{source}: {why}" if why and is_of_family else why
+            why = why or engine.results.why_unknown(self.metric)
+        is_least = is_of_family and not math.isnan(value) and self.metric in unknown
+        low, high = (values.get(f"{self.metric}_{end}", math.nan) for end in ("low", "high"))
         return GateEvent(
-            *(metric or self.metric, results.last_step, value, low, high, self.at_most),
-            gate=self.name,
+            f"{self.metric}_at_least" if is_least else self.metric,
+            engine.results.last_step,
+            value,
+            low,
+            high,
+            self.at_most,
+            source=source if is_of_family else "",
+            why=why,
             released=self.on_weights,
-            **facts,
+            read=math.nan if self.on_weights else values.get(source, math.nan),
+            gate=self.name,
         )
 
-    def _read_look(self, engine: Engine) -> GateEvent | None:
-        """Return the watched value at the newest look; None if there is none yet."""
-        new, values = engine.results.look_values, engine.results.latest
-        if self.strict and (why := why_unread(engine, self.metric)) is not None:
-            return self._event(math.nan, why=why)
+    def _deciding(self, judged: Mapping[str, Judgement]) -> str:
+        """Return the log name of the value that decides; see :meth:`judge`."""
+        known = {name: j.value for name, j in judged.items() if not math.isnan(j.value)}
+        highest = max(known, key=known.__getitem__, default="")
+        unknown = [name for name in judged if name not in known]
+        return unknown[0] if unknown and not self._is_breach(judged.get(highest)) else highest
+
+    def _is_breach(self, judgement: Judgement | None) -> bool:
+        return judgement is not None and judgement.value > self.at_most
+
+    def _judgements(self, engine: Engine, values: Mapping[str, float]) -> dict[str, Judgement]:
+        """Return how each watched value counts at this threshold, by log name."""
+        names = self._watched(engine, values)
         if self.on_weights:
-            return self._read_interval(new)
-        # A single client logs no `_worst_client`: its value is the worst.
-        names = (self.metric, self.metric.removesuffix("_worst_client"))
-        if not any(name in new for name in names):  # an attack of the family has no result yet
-            name = f"{self.metric}_at_least"
-            at_least = values.get(name, new[name]) if name in new else math.nan
-            if math.isnan(at_least) or at_least <= self.at_most:
-                return None
-        value = next((values[name] for name in names if name in values), math.nan)
-        if is_worst(self.metric):
-            return self._read_worst(engine, values, value)
-        counted = engine.results.judge(self.metric, value, self.at_most)
-        return self._event(counted.value, why=counted.why, read=value)
+            return {name: self._judge_end(name, values) for name in names}
+        known = {name: values[name] for name in names if not math.isnan(values[name])}
+        return judge_together(engine, known, self.at_most)
 
-    def _read_worst(self, engine: Engine, values: Mapping[str, float], value: float) -> GateEvent:
-        """Return the event of the worst value of a family, with the attack that it comes from."""
-        watched = {name: values[name] for name in self._watched if name in values}
-        metric = self.metric
-        if math.isnan(value):
-            at_least = values.get(f"{self.metric}_at_least", math.nan)
-            if at_least > self.at_most:
-                metric, value = f"{self.metric}_at_least", at_least
-        else:  # the worst value is known, so unknown values are of attacks that do not apply
-            finite = {n: v for n, v in watched.items() if not math.isnan(v)}
-            if counted := judge_worst(engine, finite, self.at_most):
-                return self._highest_of(counted, finite)
-        source = next((n for n, v in watched.items() if v == value), "")
-        return self._event(value, metric=metric, source=source)
+    def _watched(self, engine: Engine, values: Mapping[str, float]) -> list[str]:
+        """Return the logged names that are judged: of the worst of a family, all headlines."""
+        names = engine.results.headlines_of(self.metric) or (self._name_in(values),)
+        return [name for name in names if name in values]
 
-    def _highest_of(self, judged: Mapping[str, Judgement], read: Mapping[str, float]) -> GateEvent:
-        """Return the event of the highest judged headline.
+    def _name_in(self, values: Mapping[str, float]) -> str:
+        """Return the name of the metric. A single client logs no `_worst_client`: it is its own."""
+        return self.metric if self.metric in values else self.metric.removesuffix("_worst_client")
 
-        If no headline is above ``at_most`` and one is unknown, it is the event of the unknown one.
-        """
-        watched = {name: judgement.value for name, judgement in judged.items()}
-        finite = {name: value for name, value in watched.items() if not math.isnan(value)}
-        source = max(finite, key=finite.__getitem__, default="")
-        unknown = next((name for name in watched if name not in finite), "")
-        if unknown and not (finite and finite[source] > self.at_most):
-            source = unknown
-        why = f"{source}: {judged[source].why}" if source == unknown else judged[source].why
-        return self._event(watched[source], source=source, why=why, read=read[source])
+    def _judge_end(self, name: str, values: Mapping[str, float]) -> Judgement:
+        """Return how a value of an attack on the trained weights counts, by its lower end.
 
-    def _ends(self, values: Mapping[str, float], end: str) -> dict[str, float]:
-        """Return the lower or upper end of each watched interval.
-
-        For the worst of a family these are ends of joint intervals, which hold for all its attacks
-        together. An end is NaN if the value is unknown. A lower end is also NaN if the interval
-        reaches above ``at_most`` but not even complete leakage could have raised its lower end
+        If that is not above ``at_most``, it is unknown with a weak reference, and if the interval
+        reaches above ``at_most`` although not even complete leakage could have raised its lower end
         above ``at_most``, because too few texts are compared.
         """
-        joint = "_joint" if is_worst(self.metric) else ""
-        ends = {n: values.get(f"{n}{joint}_{end}", math.nan) for n in self._watched if n in values}
-        for name, value in ends.items():
-            provable = values.get(f"{name}{joint}_provable", math.inf)
-            high = values.get(f"{name}{joint}_high", math.nan)
-            if end == "low" and value <= self.at_most and provable <= self.at_most < high:
-                ends[name] = math.nan
-        return ends
-
-    def _read_interval(self, new: Mapping[str, float]) -> GateEvent | None:
-        """Return the event of the highest value or lower end; None if this look has none.
-
-        With a weak reference a value that is not above ``at_most`` is unknown.
-        """
-        if self.bound == "lower":
-            ends = self._ends(new, "low")
-        else:
-            ends = {n: new.get(n, math.nan) for n in self._watched if n in new}
-        if not ends:
-            return None
-        weak = {n for n in ends if new.get(f"{n.rpartition('/')[0]}/{WEAK}", 0.0) > 0}
-        ends |= {name: math.nan for name in weak if ends[name] <= self.at_most}
-        finite = {name: value for name, value in ends.items() if not math.isnan(value)}
-        source = max(finite, key=finite.__getitem__, default="")
-        if not finite or (len(finite) < len(ends) and finite[source] <= self.at_most):
-            highs = (new.get(f"{n}_high", math.nan) for n in ends if n not in finite)
-            is_measured = any(not math.isnan(high) for high in highs)
+        low = self._end(name, values, "low") if self.bound == "lower" else values[name]
+        if low > self.at_most:
+            return Judgement(low)
+        if values.get(f"{name.rpartition('/')[0]}/{WEAK}", 0.0) > 0:
+            return Judgement(math.nan, WEAK_REFERENCE)
+        provable = self._end(name, values, "provable") <= self.at_most
+        if math.isnan(low) or (provable and self._end(name, values, "high") > self.at_most):
+            is_measured = not math.isnan(values.get(f"{name}_high", math.nan))
             why = "too few texts are compared at this look to decide" if is_measured else ""
-            why = WEAK_REFERENCE if weak - finite.keys() else why
-            return self._event(math.nan, why=why)  # an unknown end may be above at_most
-        return self._event(finite[source], source=source)
+            return Judgement(math.nan, why)
+        return Judgement(low)
+
+    def _end(self, name: str, values: Mapping[str, float], end: str) -> float:
+        """Return an end of a watched interval; NaN if it is unknown.
+
+        For the worst of a family it is that of the joint interval, which holds for all its attacks
+        together.
+        """
+        joint = "_joint" if is_worst(self.metric) else ""
+        return values.get(f"{name}{joint}_{end}", math.nan)
+
+    def _read_look(self) -> GateEvent | None:
+        """Return the event of the newest look; None if it has no value yet."""
+        engine, results = self._engine, self._engine.results
+        new, values = results.look_values, results.latest
+        if self.strict and (why := why_unread(engine, self.metric)) is not None:
+            return self.judge(engine, {}, {self.metric: why})
+        name = self._name_in(values)
+        has_value = name in new
+        if not has_value and f"{name}_at_least" not in new:
+            return None
+        is_unknown = math.isnan(values.get(name, math.nan)) and not self.on_weights
+        event = self.judge(engine, values, {name: ""} if is_unknown else {})
+        # Without a value, an attack of the family has no result yet, which may be higher.
+        return event if has_value or event.value > self.at_most else None
 
     def choice(self, loss: float) -> float:
         """Return ``leakage/choose``, the value to select a checkpoint by; lower is better.
@@ -418,12 +397,10 @@ class Threshold:
             The loss if the upper end of the interval at the present weights is at most
             ``at_most``, else infinity. With several gates it is the highest of their values.
         """
-        assert self._engine is not None
-        engine, weights = self._engine, self._engine.weights
-        ends = self._ends(engine.results.latest, "high")
+        engine, weights, values = self._engine, self._engine.weights, self._engine.results.latest
         is_read = weights is not None and weights.looked_at == engine.run.step
-        is_known = is_read and bool(ends) and not any(map(math.isnan, ends.values()))
-        highest = max(ends.values()) if is_known else math.nan
+        ends = [self._end(n, values, "high") for n in self._watched(engine, values) if is_read]
+        highest = math.nan if any(map(math.isnan, ends)) else max(ends, default=math.nan)
         self._choices.append((highest, engine.run.step))
         # An end that is unknown (NaN) allows nothing.
         loss = engine.run.broadcast(loss if highest <= self.at_most else math.inf)
@@ -440,36 +417,78 @@ class Threshold:
             f"have at most {self.at_most:g}. {nearest}."
         )
 
-    def _judge(self, event: GateEvent) -> bool:
-        """Count the breaches in a row, and return whether the gate acts on this one."""
-        unknown = math.isnan(event.value)
-        self._has_result |= not unknown
-        # An unknown value is a breach of a strict gate; for other gates it changes nothing.
-        if self.strict if unknown else event.value > self.at_most:
-            self._breaches += 1
-            return self._breaches > self.patience
-        if not unknown:
-            self._breaches = 0
-        return False
+    # ---- after a look -----------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        """Judge the newest look, and act if it exceeds the threshold."""
+        if self._stopped:
+            return
+        engine = self._engine
+        self._warn_of_uninformed(engine)
+        # The first process decides for all: only it has the worst client's value, and durations
+        # differ between processes.
+        event = self._read_look() if engine.run.rank == 0 else None
+        event = engine.run.broadcast(None if event is None or not self._acts_on(event) else event)
+        step = engine.results.last_step
+        self._host.log({f"gate/{self.name}": float(event is not None)}, step)
+        if event is not None:
+            self._fire(event)
+        if self.action == "harden":
+            self._host.log({f"gate/{self.name}_notches": float(self.notches)}, step)
+
+    def _warn_of_uninformed(self, engine: Engine) -> None:
+        """Warn once if an answer that names everything, whatever the gradient, is a breach."""
+        channel = engine.results.channel_of(self.metric)
+        if channel is None or self._has_warned or rate_of(self.metric) != channel.headline:
+            return
+        if self.at_most < channel.uninformed:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{self._subject}: naming everything, whatever the gradient, has "
+                f"{channel.uninformed:.2f} on this batch, so that at_most={self.at_most:g} cannot "
+                f"decide. The lowest limit that can: {math.ceil(100 * channel.uninformed) / 100:g}"
+            )
+
+    def _acts_on(self, event: GateEvent) -> bool:
+        """Count the breaches in a row, and return whether the gate acts on this event."""
+        is_unknown = math.isnan(event.value)
+        self._has_result |= not is_unknown
+        is_breach = self.strict if is_unknown else event.value > self.at_most
+        # An unknown value that is no breach changes nothing.
+        self._breaches = self._breaches + 1 if is_breach else self._breaches * is_unknown
+        return is_breach and self._breaches > self.patience
+
+    def _conclude(self) -> None:
+        """Fire if a strict gate had no result in the whole run, whatever its patience.
+
+        Announce it if ``leakage/choose`` was infinite at all validations.
+        """
+        engine = self._engine
+        if self._choices and not any(end <= self.at_most for end, _ in self._choices):
+            announce(f"{self._kind} '{self.name}': {self._none_chosen()}")
+        if not self.strict or self.fired is not None or engine.run.step == engine.first_step:
+            return
+        if not engine.run.broadcast(self._has_result):
+            self._fire(self.judge(engine, {}, {self.metric: ""}))
 
     # ---- actions ----------------------------------------------------------------------------
 
-    def _fire(self, engine: Engine, actions: GateActions, event: GateEvent) -> None:
+    def _fire(self, event: GateEvent) -> None:
         """Take the action, record the decision, and save the run if it stops or raises."""
-        changes = [defense.harden() for defense in self._defenses]
+        host, changes = self._host, [defense.harden() for defense in self._defenses]
         hardened = tuple(change for change in changes if change is not None)
         stops = self.action == "stop" or (self.action == "harden" and not hardened)
         did = "hardened" if hardened else "stopped" if stops else self._action_name
-        engine.record_decision(decision_of(event, did, hardened))
+        self._engine.record_decision(event.decision(did, hardened))
         saves = stops or self.action == "raise"
         name = f"gate-{self.name.replace('/', '-')}-step={event.step}"
         event = replace(
             event,
-            checkpoint=actions.save(name) if saves else None,
+            checkpoint=host.save(name) if saves else None,
             hardened=hardened,
             exhausted=tuple(d.name for d in self._defenses) if stops else (),
-            resume=actions.resume,
-            mend=actions.mend,
+            resume=host.resume,
+            mend=host.mend,
         )
         first, self.fired = self.fired is None, self.fired or event
         start = f"{self._kind} '{self.name}'"
@@ -479,7 +498,7 @@ class Threshold:
             announce(f"{start} hardened the run {event}")
         elif stops:
             self._stopped = True
-            actions.stop()
+            host.stop()
             announce(f"{start} stopped training {event}")
         elif callable(self.action):
             self.action(event)
@@ -504,20 +523,3 @@ class Threshold:
                 f"{self._kind} '{self.name}': the run goes on as hardened, {self.notches} "
                 f"notch{'es' * (self.notches > 1)} so far"
             )
-
-
-def decision_of(event: GateEvent, did: str, hardened: Sequence[str] = ()) -> GateLine:
-    """Return the entry of the run's record for an action of a gate."""
-    return GateLine(
-        run="",
-        gate=event.gate,
-        did=did,
-        step=event.step,
-        client=event.client,
-        metric=event.metric,
-        source=event.source,
-        measured=event.value,
-        at_most=event.at_most,
-        reason=event.why,
-        hardened=tuple(hardened),
-    )

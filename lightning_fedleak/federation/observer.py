@@ -289,7 +289,7 @@ class RoundObserver:
     ) -> RoundLook:
         """Attack the state that a client returns in this round, like :meth:`look`, without a log.
 
-        Before the client's next look, :meth:`RoundLook.log` or :meth:`RoundLook.forget` ends it.
+        At the end of a ``with`` it is discarded, unless :meth:`RoundLook.log` was called.
 
         Args:
             returned: the state that the client returns.
@@ -318,7 +318,7 @@ class RoundObserver:
         stage = Stage.AGGREGATE if client == SUM else Stage.SHARED
         engine = self._engine_of(client, stage)
         look, utility = core.Look(self.round_), utility or {}
-        before: Mapping[str, Any] = {}
+        before: dict[str, Any] = {}
         if learning_rate is None and isinstance(batches, Recorded):
             learning_rate = batches.learning_rate
 

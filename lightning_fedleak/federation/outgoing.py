@@ -17,7 +17,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from lightning_fedleak import engine
 from lightning_fedleak.defenses import DefenseError, GradientCompression
-from lightning_fedleak.engine.gates import check_value, judge_worst
 from lightning_fedleak.federation.client_dp import ClientDP
 from lightning_fedleak.federation.observer import RoundObserver
 from lightning_fedleak.federation.round_look import RoundLook
@@ -115,63 +114,46 @@ class RoundGate(engine.Threshold):
         Raises:
             ValueError: One of these is false. The message names the metrics that can be watched.
         """
-        names = observer.engine.metric_names()
-        if self.metric not in names:
-            raise ValueError(
-                f"RoundGate watches '{self.metric}', which this RoundObserver does not log."
-                f"{engine.names_there_are(self.metric, names, 'RoundObserver')}"
-            )
+        self.check_logged(observer.engine.metric_names(), "RoundObserver")
         if (reason := observer.never_judged(self.metric)) is not None:
             usable = [n for n in observer.headlines() if observer.never_judged(n) is None]
             raise ValueError(
                 f"RoundGate watches '{self.metric}': {reason}. It would withhold every update: "
                 f"watch one of {usable}, or remove the gate if there is none"
             )
-        check_value("RoundGate", self.metric)
-        self._watched = observer.engine.results.headlines_of(self.metric) or (self.metric,)
+        self._check_value()
 
     def read(self, look: RoundLook) -> engine.GateEvent:
         """Return the event of a look: the value that the gate judges, or why it is unknown."""
         self._warn_of_uninformed(look.engine)
-        value, source, reason = self._value(look)
-        source = source if engine.is_worst(self.metric) else ""
-        event = engine.GateEvent(self.metric, look.round_, value, math.nan, math.nan, self.at_most)
-        logged = look.now.get(source or self.metric, math.nan)
-        return replace(
-            event, source=source, why=reason, read=logged, gate=self.name, client=look.client
-        )
+        event = self.judge(look.engine, look.now, self._unknown(look))
+        # Intervals use the games of all rounds, and the value is that of this round.
+        event = replace(event, low=math.nan, high=math.nan)
+        return replace(event, step=look.round_, client=look.client)
 
     def why_not_yet(self, look: RoundLook) -> str | None:
         """Return why nothing can be recovered from the update yet; None if something can."""
         return look.not_yet.get(self.metric) or look.not_yet.get(self.metric.rpartition("/")[0])
 
-    def _value(self, look: RoundLook) -> tuple[float, str, str]:
-        """Return the value to judge, the log name of the breach, and why the value is unknown.
+    def _unknown(self, look: RoundLook) -> dict[str, str]:
+        """Return why values of the round are unknown unless they are a breach, by log name.
 
-        If values are above the threshold, the highest of them decides, even if others are unknown.
-        If none is, the watched metric must be known, no attack may have too few candidates, and no
-        control (the same attack on known words) may show that the attack does not work.
+        They have too few candidates, or there is no result; or the update does not contain what a
+        single watched attack reads.
         """
-        roots = [name.rpartition("/")[0] for name in self._watched]
-        if not engine.is_worst(self.metric) and look.now.get(f"{roots[0]}/exposed") == 0:
-            return math.nan, "", "the update does not contain the parameters that the attack reads"
-        readings = {name: look.now.get(name, math.nan) for name in self._watched}
-        readings = {name: value for name, value in readings.items() if not math.isnan(value)}
-        judged = judge_worst(look.engine, readings, self.at_most)
-        if breaches := [
-            name for name, judgement in judged.items() if judgement.value > self.at_most
-        ]:
-            source = max(breaches, key=lambda name: judged[name].value)
-            return judged[source].value, source, judged[source].why
-        value = look.now.get(self.metric, math.nan)
-        doubts = [look.too_few[root] for root in roots if root in look.too_few]
-        doubts += [j.why for j in judged.values() if math.isnan(j.value)]  # a failed control
-        if not math.isnan(value) and not doubts:
-            return value, "", ""
-        failures = [look.unknown[root] for root in roots if root in look.unknown]
-        pending = [look.not_yet[root] for root in roots if root in look.not_yet]
-        default = "no result yet, or an attack that does not run here"
-        return math.nan, "", [*doubts, *failures, *pending, *look.unknown.values(), default][0]
+        names = look.engine.results.headlines_of(self.metric) or (self.metric,)
+        roots = {name: name.rpartition("/")[0] for name in names}
+        unknown = {n: look.too_few[root] for n, root in roots.items() if root in look.too_few}
+        if look.now.get(f"{self.metric.rpartition('/')[0]}/exposed") == 0:
+            why = "the update does not contain the parameters that the attack reads"
+            unknown[self.metric] = why
+        elif math.isnan(look.now.get(self.metric, math.nan)):
+            failed = [look.unknown[root] for root in roots.values() if root in look.unknown]
+            pending = [look.not_yet[root] for root in roots.values() if root in look.not_yet]
+            default = "no result yet, or an attack that does not run here"
+            reasons = [*failed, *pending, *look.unknown.values(), default]
+            unknown.setdefault(self.metric, reasons[0])
+        return unknown
 
 
 @dataclass(frozen=True)
@@ -327,53 +309,37 @@ class OutgoingUpdates:
         if self.dp is None:
             update = {}  # only the check was needed, because a look computes the difference again
 
-        def leave(look: RoundLook | None, events: Sequence[engine.GateEvent] = ()) -> Leaving:
-            """Return the reply with the update."""
-            state = self._release(sent, returned, update, tensors)
-            return Leaving(state, False, tuple(events), look)
-
-        def look_once() -> RoundLook:
-            """Attack the update with new noise, and with a copy of the compression."""
-            state, noise_std, method = returned, 0.0, ""
-            if self.dp is not None:
-                state = moved(sent, self.dp.rehearsed(update, tensors))
-                noise_std = self.dp.own_noise_std
-            if self.compression is not None and not self.compression.defers:
-                change = difference(sent, state, trained=tensors)
-                compression = copy.copy(self.compression)
-                compression.memory = dict(compression.memory)
-                state, method = moved(sent, compression.send(change)), compression.method
-            return observer.measure(
-                state,
-                self.client,
-                batches=batches,
-                noise_std=noise_std,
-                compression=method,
-                utility=utility,
-                undefended=returned,
-            )
-
         if not self.gates and not observer.due(self.client):
-            return leave(None)
-        try:
-            look, events, action = self._judge(look_once)
-        except Exception as error:  # the client's data may have caused it
-            cause = f"the look failed: {engine.reason(error)}"
-            if self.gates:
-                return self._withhold(sent, tensors, cause)
-            engine.announce(f"RoundObserver: in round {round_} {cause}. The update leaves")
-            return leave(None)
-        if action in ("withhold", "raise"):
-            zero = self._zero(sent, tensors) if action == "withhold" else None
-            answer = f"withheld ({'; '.join(event.gate for event in events)})"
-            leaving = Leaving(zero, action == "withhold", tuple(events), look, answer)
-        else:
-            leaving = leave(look, events)
-        self._write(look, events, action)
-        if seconds is not None:
-            other_seconds = max(0.0, time.perf_counter() - start - look.seconds)
-            observer.paid(self.client, look.seconds, seconds, other_seconds)
-        return leaving
+            return Leaving(self._release(sent, returned, update, tensors), False, (), None)
+        while True:
+            try:
+                facts = {"batches": batches, "utility": utility}
+                look = self._measure(sent, returned, update, tensors, **facts)
+                readings = {gate: gate.read(look) for gate in self.gates}
+            except Exception as error:  # the client's data may have caused it
+                cause = f"the look failed: {engine.reason(error)}"
+                if self.gates:
+                    return self._withhold(sent, tensors, cause)
+                engine.announce(f"RoundObserver: in round {round_} {cause}. The update leaves")
+                return Leaving(self._release(sent, returned, update, tensors), False, (), None)
+            with look:
+                acting, unread = self._acting(readings, look)
+                action = max(["leave", *(str(gate.action) for gate in acting)], key=_STRENGTH.index)
+                if action == "harden":
+                    if self._hardens(acting.values()):
+                        continue  # the update has more noise now, and this look does not count
+                    action = "withhold"
+                leaves = action in ("leave", "warn")
+                state = self._zero(sent, tensors) if action == "withhold" else None
+                if leaves:
+                    state = self._release(sent, returned, update, tensors)
+                events = tuple(acting.values())
+                answer = f"withheld ({'; '.join(event.gate for event in events)})"
+                self._write(look, acting, unread if leaves else (), action)
+            if seconds is not None:
+                other_seconds = max(0.0, time.perf_counter() - start - look.seconds)
+                observer.paid(self.client, look.seconds, seconds, other_seconds)
+            return Leaving(state, not leaves, events, look, answer)
 
     def answer(
         self, round_: int, sent: State, train: Training, start: float | None = None
@@ -425,77 +391,102 @@ class OutgoingUpdates:
 
     # ---- looks and gates --------------------------------------------------------------------
 
-    def _judge(
-        self, look_once: Callable[[], RoundLook]
-    ) -> tuple[RoundLook, list[engine.GateEvent], str]:
-        """Return a look at the update, the events of the gates that act on it, and the decision.
+    def _measure(
+        self,
+        sent: State,
+        returned: State,
+        update: Mapping[str, Tensor],
+        tensors: State,
+        **facts: Any,
+    ) -> RoundLook:
+        """Attack the update with new noise, and with a copy of the compression.
 
-        As long as the decision is to harden, the noise is increased and the update attacked again.
+        Args:
+            sent: the state that this client got.
+            returned: the state that it has trained.
+            update: the difference of the two.
+            tensors: the trained tensors of ``sent``.
+            facts: further arguments of :meth:`RoundObserver.measure`.
         """
-        while True:
-            look = look_once()
-            breaches = {gate: event for gate in self.gates if (event := self._event(gate, look))}
-            events, actions = [*breaches.values()], [str(gate.action) for gate in breaches]
-            action = max(["leave", *actions], key=_STRENGTH.index)
-            if action != "harden":
-                return look, events, action
-            is_known = not any(math.isnan(event.value) for event in events)
-            change = self.dp.harden() if is_known and self.dp is not None else None
-            if change is None:  # the noise is at its limit, or more noise would not help
-                return look, events, "withhold"
-            for event in events:
-                self.observer.engine.record_decision(
-                    engine.decision_of(event, "hardened", (change,))
-                )
-            look.forget()
+        facts |= {"undefended": returned, "compression": ""}
+        if self.dp is not None:
+            returned = moved(sent, self.dp.rehearsed(update, tensors))
+            facts["noise_std"] = self.dp.own_noise_std
+        if self.compression is not None and not self.compression.defers:
+            change = difference(sent, returned, trained=tensors)
+            compression = copy.copy(self.compression)
+            compression.memory = dict(compression.memory)
+            returned = moved(sent, compression.send(change))
+            facts["compression"] = compression.method
+        return self.observer.measure(returned, self.client, **facts)
 
-    def _event(self, gate: RoundGate, look: RoundLook) -> engine.GateEvent | None:
-        """Return the event of a gate that acts, and count its patience; None if it does not act."""
-        event = gate.read(look)
-        if math.isnan(event.value):
-            if self._leaves_unread(gate, look):
-                return None
-            self.unknown[gate.name] = self.unknown.get(gate.name, 0) + 1
-            return event if self.unknown[gate.name] > gate.patience else None
-        self.unknown[gate.name] = 0
-        return event if event.value > gate.at_most else None
+    def _acting(
+        self, readings: Mapping[RoundGate, engine.GateEvent], look: RoundLook
+    ) -> tuple[dict[RoundGate, engine.GateEvent], list[engine.GateEvent]]:
+        """Return the gates that act, with their events, and the events of those that cannot judge.
 
-    def _leaves_unread(self, gate: RoundGate, look: RoundLook) -> bool:
-        """Return whether an update may leave undecided, because nothing can be recovered from it.
-
-        Only one update of a client may leave for this reason: a server may repeat a round.
+        These let the update leave, because nothing can be recovered from it yet, but only one
+        update of a client: a server may repeat a round. The patience of the others is counted.
         """
-        return gate.name not in self.unread and gate.why_not_yet(look) is not None
+        acting, unread = dict[RoundGate, engine.GateEvent](), list[engine.GateEvent]()
+        for gate, event in readings.items():
+            is_unknown = math.isnan(event.value)
+            if is_unknown and gate.name not in self.unread and gate.why_not_yet(look) is not None:
+                unread.append(event)
+                continue
+            count = self.unknown[gate.name] = (
+                self.unknown.get(gate.name, 0) + 1 if is_unknown else 0
+            )
+            if count > gate.patience if is_unknown else event.value > gate.at_most:
+                acting[gate] = event
+        return acting, unread
 
-    def _write(self, look: RoundLook, events: Sequence[engine.GateEvent], action: str) -> None:
+    def _hardens(self, events: Collection[engine.GateEvent]) -> bool:
+        """Increase the noise if that can make the update pass, and return whether it could."""
+        is_known = not any(math.isnan(event.value) for event in events)
+        change = self.dp.harden() if is_known and self.dp is not None else None
+        if change is None:
+            return False
+        for event in events:
+            self.observer.engine.record_decision(event.decision("hardened", (change,)))
+        return True
+
+    def _write(
+        self,
+        look: RoundLook,
+        acting: Mapping[RoundGate, engine.GateEvent],
+        unread: Sequence[engine.GateEvent],
+        action: str,
+    ) -> None:
         """Log a look and the decisions of the gates, and announce the strongest decision.
+
+        Args:
+            look: the look.
+            acting: the gates that act, with their events.
+            unread: the events of the gates that let this update leave undecided.
+            action: the decision.
 
         Raises:
             LeakageLimitExceeded: the decision is to raise.
         """
         record = self.observer.engine.record_decision
-        for gate in self.gates if action not in ("withhold", "raise") else ():
-            event = gate.read(look)
-            if math.isnan(event.value) and self._leaves_unread(gate, look):
-                self.unread[gate.name] = look.round_
-                record(engine.decision_of(event, "not yet"))
-        event_of = {event.gate: event for event in events}
-        values = {f"gate/{gate.name}": float(gate.name in event_of) for gate in self.gates}
+        for event in unread:
+            self.unread[event.gate] = look.round_
+            record(event.decision("not yet"))
+        values = {f"gate/{gate.name}": float(gate in acting) for gate in self.gates}
         look.log(values, () if self.dp is None else (self.dp,))
-        for event in events:
-            record(engine.decision_of(event, "withheld" if action == "withhold" else action))
-        strongest = (g for g in self.gates if g.name in event_of and g.action in (action, "harden"))
-        for gate in [*strongest][:1]:
-            event = event_of[gate.name]
-            if action == "raise":
-                raise engine.LeakageLimitExceeded(f"RoundGate '{event.gate}' raised {event}")
-            if action == "withhold":
-                message = f"RoundGate '{event.gate}' withheld the update {event}"
-                if self.dp is None and not self.secure_aggregation:
-                    message += f"\n  Note: {_LEAK_NOTE}." + f"\n  Note: {_ZERO_NOTE}." * self.zero
-                engine.announce(message)
-            else:
-                engine.announce(f"RoundGate '{event.gate}' warns {event}")
+        for event in acting.values():
+            record(event.decision("withheld" if action == "withhold" else action))
+        strongest = next((e for g, e in acting.items() if g.action in (action, "harden")), None)
+        if strongest is None:
+            return
+        start = f"RoundGate '{strongest.gate}'"
+        if action == "raise":
+            raise engine.LeakageLimitExceeded(f"{start} raised {strongest}")
+        message = f"{start} {'warns' if action == 'warn' else 'withheld the update'} {strongest}"
+        if action != "warn" and self.dp is None and not self.secure_aggregation:
+            message += f"\n  Note: {_LEAK_NOTE}." + f"\n  Note: {_ZERO_NOTE}." * self.zero
+        engine.announce(message)
 
     # ---- the returned state -----------------------------------------------------------------
 
@@ -534,10 +525,7 @@ class OutgoingUpdates:
                 did="withheld",
                 step=self.observer.round_,
                 client=self.client,
-                metric="",
-                source="",
                 reason=cause,
-                hardened=(),
             )
         )
         engine.announce(f"the update of round {self.observer.round_} did not leave: {cause}")

@@ -116,7 +116,7 @@ class ClientEngine(Engine):
             outcomes = self._round_outcomes(look, all_series, scored=batches is not None)
         finally:
             fit.each(*(partial(channel.disarm, look) for channel in fit.channels))
-        failure, fit.failure = fit.failure, None
+        failure = fit.take_failure()
         if failure is not None or outcomes is None:
             return {s: unknown(fit.series[s].metrics_of(s), failure or "") for s in all_series}
         return outcomes
@@ -242,7 +242,7 @@ class RoundLook:
         engine: the engine of the client.
         outcomes: the outcomes by series.
         before: the state of the engine's results before this look was counted; empty if the look
-            failed before that.
+            failed before that, and once it was logged or discarded.
         utility: further values of the round, such as a loss, by name.
     """
 
@@ -257,7 +257,7 @@ class RoundLook:
     look: Look = field(repr=False, compare=False)
     engine: ClientEngine = field(repr=False, compare=False)
     outcomes: Mapping[Series, Outcome] = field(repr=False, compare=False)
-    before: Mapping[str, Any] = field(repr=False, compare=False)
+    before: dict[str, Any] = field(repr=False, compare=False)
     utility: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     def log(
@@ -269,6 +269,7 @@ class RoundLook:
             beside: further values to log, by log name.
             defenses: the defences whose spent privacy is logged, besides those of the observer.
         """
+        self.before.clear()
         engine, values = self.engine, {**self.values, **(beside or {})}
         observed = engine.run.defenses
         spending = [*observed, *(d for d in defenses if d not in observed)]
@@ -278,12 +279,17 @@ class RoundLook:
         engine.report.write(*results, engine.results.failures, self.client)
 
     def forget(self) -> None:
-        """Discard this look, the client's newest one, which was not logged: no rate counts it.
-
-        It is called for an update that did not leave in this form.
-        """
-        if self.before:  # empty if the look failed before it was counted
+        """Discard this look, the client's newest one, unless it was logged: no rate counts it."""
+        if self.before:
             self.engine.restore(self.before)
+            self.before.clear()
+
+    def __enter__(self) -> RoundLook:
+        """Return this look. :meth:`forget` is called at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.forget()
 
 
 def read_look(
@@ -291,7 +297,7 @@ def read_look(
     engine: ClientEngine,
     outcomes: Mapping[Series, Outcome],
     client: str | int,
-    before: Mapping[str, Any],
+    before: dict[str, Any],
     utility: Mapping[str, float],
     *,
     scored: bool,
@@ -335,7 +341,7 @@ def failed_look(
     look: Look,
     engine: ClientEngine,
     client: str | int,
-    before: Mapping[str, Any],
+    before: dict[str, Any],
     cause: str,
     utility: Mapping[str, float],
 ) -> RoundLook:

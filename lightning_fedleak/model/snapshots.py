@@ -19,10 +19,11 @@ client adds the error of one update to its next one before it compresses that.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -260,6 +261,49 @@ class TokenSnapshot(NamedTuple):
 
 
 @dataclass(frozen=True)
+class References:
+    """The outputs of K models for N texts, and which of them each was trained on.
+
+    Attributes:
+        answers: K outputs.
+        inside: (K, N) bool, the texts that each model was trained on.
+    """
+
+    answers: Sequence[TokenSnapshot]
+    inside: Tensor
+
+    @classmethod
+    def unseen(cls, answer: TokenSnapshot) -> References:
+        """Return one model that was trained on none of the texts."""
+        return cls((answer,), torch.zeros(1, len(answer.labels), dtype=torch.bool))
+
+    def rows(self, index: Tensor) -> References:
+        """Return the answers about some of the texts, given as (n,) indices or (N,) bool."""
+        return References([a.rows(index) for a in self.answers], self.inside[:, index])
+
+    def within(self, places: Tensor) -> References:
+        """Return the answers with zeros outside of some positions, (N, L) bool."""
+        return References([a.within(places) for a in self.answers], self.inside)
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """Return (N, L) the mean log probabilities by the models that were not trained on a text.
+
+        If all were, it is their mean less the mean gain of texts by being trained on.
+        """
+        stacked = torch.stack([answer.log_probs for answer in self.answers])
+        labels, means, counts = self.answers[0].labels, [], []
+        for side in (~self.inside, self.inside):
+            counts.append(side.sum(0))
+            mean = (stacked * side[..., None]).sum(0) / counts[-1].clamp_min(1)[:, None]
+            means.append(mean)
+        is_unseen, is_both = counts[0] > 0, counts[0] * counts[1] > 0
+        gains = (means[1] - means[0])[labels & is_both[:, None]]
+        shifted = (means[1] - gains.mean()) * labels if len(gains) else means[1]
+        return torch.where(is_unseen[:, None], means[0], shifted)
+
+
+@dataclass(frozen=True)
 class ReleasedModel:
     """The released model and its base, queried with the same N texts.
 
@@ -268,8 +312,8 @@ class ReleasedModel:
         base: the outputs of the model before the first step of the fine-tuning.
         compressed: (N,) the number of bytes of each text, compressed by zlib.
         answers: (N,) int64, the same number for texts with the same label tokens; None if unknown.
-        reference: the outputs of a model that was trained like this one on other texts; None
-            without such a model.
+        references: the outputs of models that were trained like this one on other texts; None
+            without such models.
         rejected: (N, L) bool, the tokens of the rejected text of each pair; None for single texts.
         rewards: (2, N) float64, for each prompt the mean reward of the base's completions and of
             the model's completions; None if unknown.
@@ -279,7 +323,7 @@ class ReleasedModel:
     base: TokenSnapshot
     compressed: Tensor
     answers: Tensor | None = None
-    reference: TokenSnapshot | None = None
+    references: References | None = None
     rejected: Tensor | None = None
     rewards: Tensor | None = None
 
@@ -287,10 +331,10 @@ class ReleasedModel:
         """Return the answers about some of the texts, given as (n,) indices or (N,) bool."""
         answers = None if self.answers is None else self.answers[index]
         now, base, compressed = self.now.rows(index), self.base.rows(index), self.compressed[index]
-        reference = None if self.reference is None else self.reference.rows(index)
+        references = None if self.references is None else self.references.rows(index)
         rejected = None if self.rejected is None else self.rejected[index]
         rewards = None if self.rewards is None else self.rewards[:, index]
-        return ReleasedModel(now, base, compressed, answers, reference, rejected, rewards)
+        return ReleasedModel(now, base, compressed, answers, references, rejected, rewards)
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,11 @@ class Watch(Reported):
             *core.parts_of(attacks, settings, games, every_n_steps, max_overhead)
         )
         self.gates = tuple(gates)
-        self._check_gates()
+        names = [gate.name for gate in self.gates]
+        for gate in self.gates:
+            gate.check_logged(self.engine.metric_names(), self.watcher)
+            if names.count(gate.name) > 1:
+                raise ValueError(f"two gates have the name '{gate.name}': pass name= to one")
         self.folder = Path(folder)
         self.should_stop = False
         zero = ZeROStep.of_engine(model, self.watcher)
@@ -330,17 +334,6 @@ class Watch(Reported):
             ValueError: The model cannot be watched.
         """
         check_whole(self.loop.inner_model, self.watcher, wrappers, takes_fsdp2=True)
-
-    def _check_gates(self) -> None:
-        """Raise an error for a gate whose metric is not logged, or two gates with one name."""
-        logged, watcher = self.engine.metric_names(), self.watcher
-        names = [gate.name for gate in self.gates]
-        for gate in self.gates:
-            if gate.metric not in logged:
-                message = f"Threshold watches '{gate.metric}', which {watcher} does not log."
-                raise ValueError(message + core.names_there_are(gate.metric, logged, watcher))
-            if names.count(gate.name) > 1:
-                raise ValueError(f"two gates have the name '{gate.name}': pass name= to one")
 
     def _log(self, values: dict[str, float], step: int) -> None:
         """Give values to all loggers, and remove a logger that fails."""

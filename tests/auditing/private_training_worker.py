@@ -1,7 +1,5 @@
 """One of two gloo processes whose loops are watched; see test_private_training.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One-run audits against exact sums, the paper's printed values, and known mechanisms."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator

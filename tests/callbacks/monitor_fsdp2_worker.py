@@ -3,8 +3,6 @@
 The reference is computed here too: one process, without sharding, on the same texts as both.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path

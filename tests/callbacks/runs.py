@@ -1,7 +1,5 @@
 """Runs of a tiny model that are compared with and without the callbacks."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +126,7 @@ class Kept:
     losses: list[str]
 
     @classmethod
-    def of(cls, trainer: L.Trainer) -> Kept:
+    def of(cls, trainer: L.Trainer) -> "Kept":
         """To be called as the run ends: the state of the random numbers is part of it."""
         return cls(footprint(trainer), logged_losses(trainer))
 

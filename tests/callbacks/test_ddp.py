@@ -1,7 +1,5 @@
 """Two gloo processes: what each client shares, pooled results, decisions that agree."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -95,7 +93,7 @@ class GatherSpy:
 
     NAMES = ("all_gather", "all_gather_into_tensor", "all_gather_object", "gather_object")
 
-    def __enter__(self) -> GatherSpy:
+    def __enter__(self) -> "GatherSpy":
         self.calls: list[str] = []
         self._kept = {name: getattr(dist, name) for name in self.NAMES}
         for name, function in self._kept.items():

@@ -1,7 +1,5 @@
 """A gate that turns defences up on two gloo processes, each of which runs all cases."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable
 from pathlib import Path

@@ -1,38 +1,71 @@
 """Membership games and inversion beside defences; where games can be played and go on."""
 
+import copy
 import math
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any, get_args
 
 import lightning.pytorch as L
 import pytest
 import torch
+import transformers
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from peft import LoraConfig, get_peft_model
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from lightning_fedleak.attacks import PublicText
+from lightning_fedleak import DefendedStrategy, GradientCompression, GradientNoise
+from lightning_fedleak.attacks import (
+    BagOfWords,
+    EmbeddingDescent,
+    FCMembership,
+    GradientMembership,
+    PrefixInversion,
+    PublicText,
+    SubspaceMembership,
+    SubspaceTexts,
+    SubspaceWords,
+)
 from lightning_fedleak.attacks.membership.attention import (
     WIDTHS,
     AttentionMembership,
     AttentionSettings,
 )
-from lightning_fedleak.attacks.membership.fc import FCMembership
-from lightning_fedleak.callbacks import Games, LeakageMonitor
-from lightning_fedleak.defenses import Defense, Freeze, GradientNoise, TokenLDP
+from lightning_fedleak.attacks.words.flatchat import FlatChat
+from lightning_fedleak.callbacks import CanaryScorer, LeakageMonitor, RiskGate
+from lightning_fedleak.cli.finetuning.module import PadRight
+from lightning_fedleak.defenses import Defense, Freeze, TokenLDP
 from lightning_fedleak.defenses.activations import ActivationNoise
 from lightning_fedleak.defenses.dpsgd.dpsgd import DPSGD
-from lightning_fedleak.engine import Engine, Options, WatchSettings, selected
+from lightning_fedleak.defenses.gradient_compression import Method
+from lightning_fedleak.engine import Engine, Games, Options, WatchSettings, selected
 from lightning_fedleak.engine.options import known_stages
+from lightning_fedleak.evaluation.canaries import CanarySet, InclusionRecord, new_token_canaries
+from lightning_fedleak.evaluation.canaries.record import seed_key
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import place_of, states_out, with_states_out
 from lightning_fedleak.model.model_runs import hidden_states
-from lightning_fedleak.strategies import DefendedStrategy
+from lightning_fedleak.report import findings, page, read
 from lightning_fedleak.trainers.loop import Loop, LoopRun
-from tests.callbacks.runs import Probe, assert_same, fit
-from tests.defenses.test_canary import Halves
+from tests.attacks.row_space.models import VOCABULARY
+from tests.callbacks.runs import Kept, Probe, assert_same, fit, monitor_with
+from tests.callbacks.text_counts import CountsChannel, TextCount
+from tests.defenses.test_defenses import Halves
 from tests.engine.test_games import AUC, RecordingAttack, texts_of
 from tests.engine.test_inversion import ACCURACY, Recording, exact
+from tests.engine.test_row_spaces import LOADER, LORA, model_of
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
 from tests.helpers.loops import lines_of, watched
-from tests.helpers.models import tiny_gpt2
-from tests.helpers.settings import grouped
+from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama
+from tests.helpers.settings import QUIET, grouped
+from tests.strategies.dpsgd_runs import CausalLM
 
 
 def still(lr=0.0, kind=CausalLMModule):
@@ -303,3 +336,513 @@ def test_a_resumed_calibration_is_of_the_same_text_and_refresh_or_made_again(tmp
         assert prepared == ([attack] if again else [])
         means = [one.state_dict()["whitening.mean"] for one in (first, attack)]
         assert torch.equal(*means) is (case != "text")
+
+
+# Attacks behind compression and noise: what is hidden is unknown or low, never certified.
+
+
+METHODS = get_args(Method)
+LENGTH = 10
+STAGES = ("local", "shared", "aggregate")
+
+
+def module() -> CausalLMModule:
+    sizes = {"hidden_size": 192, "intermediate_size": 192, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    with own_rng(1):
+        config = transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads)
+        return CausalLMModule(transformers.LlamaForCausalLM(config).train(), optimizer="sgd")
+
+
+def fit_under(root: Path, callbacks: Any, *defenses: Any, n: int = 2) -> Any:
+    data = random_token_loader(n=n, batch_size=1, length=LENGTH, vocab=VOCABULARY)
+    strategy = DefendedStrategy("auto", [*defenses])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fit(callbacks, root, module=module(), loader=data, strategy=strategy)
+
+
+def compression_watched(
+    root: Path, attacks: list[Any], *defenses: Any, n: int = 2, **settings: Any
+) -> Any:
+    monitor = LeakageMonitor(attacks, every_n_steps=1, folder=root, **grouped(settings))
+    fit_under(root, [monitor], *defenses, n=n)
+    return monitor
+
+
+def lossy(method: Method) -> GradientCompression:
+    return GradientCompression(method, rank=8, error_feedback=False)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_attack_reads_compressed_gradients_or_is_unknown(tmp_path: Path, method: Method) -> None:
+    public = [[5 + (7 * i + 3 * j) % 290 for j in range(LENGTH)] for i in range(12)]
+    words = [BagOfWords(), SubspaceWords(capacity_seconds=0)]
+    members = [SubspaceMembership(public), GradientMembership(public, public_rows=6, controls=4)]
+    games = Games(targets=4)
+    monitor = compression_watched(
+        tmp_path, [*words, *members], lossy(method), stages=STAGES[:2], games=games
+    )
+    assert monitor.latest["leakage/gradient_membership/auc"] == 1
+    assert monitor.latest["leakage/subspace_membership/auc"] > 0.9
+    for attack in words:
+        assert monitor.latest[f"leakage_local/{attack.name}/f1"] > 0.5
+        value = monitor.latest[f"leakage/{attack.name}/f1"]
+        if method in attack.reads_compressed:
+            assert value > 0
+        else:
+            assert math.isnan(value)
+    if method in SubspaceWords.reads_compressed:
+        assert monitor.latest["leakage/subspace_words/f1"] == 1
+        if method != "low_rank":  # whose rows are combinations of the rows that there were
+            assert monitor.latest["leakage/subspace_words/certified"] == 0
+    why = {line["stage"]: line["unknown"] for line in lines_of(tmp_path, "bag_of_words")}
+    assert f"compressed by '{method}'" in why["shared"]
+    assert why["local"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", sorted(SubspaceTexts.reads_compressed))
+def test_texts_are_read_through_it(tmp_path: Path, method: Method) -> None:
+    monitor = compression_watched(tmp_path, [SubspaceTexts(budget_seconds=20)], lossy(method), n=1)
+    assert monitor.latest["leakage/subspace_texts/token_accuracy"] == 1
+    assert monitor.latest["leakage/subspace_texts/exact_sentences"] == 1
+
+
+@pytest.mark.parametrize("method", ["topk", "low_rank"])  # whose memory is a factor too
+def test_with_error_feedback_what_goes_in_is_read_with_the_noise_before(
+    tmp_path: Path, method: Method
+) -> None:
+    probe = Probe()
+    noise, compression = GradientNoise(None, 1e-6, seed=3), GradientCompression(method, share=0.01)
+    attacks = [probe, SubspaceWords(capacity_seconds=0)]
+    monitor = compression_watched(tmp_path / "a", attacks, noise, compression, stages=STAGES)
+    plain = Probe()
+    compression_watched(tmp_path / "b", [plain], GradientNoise(None, 1e-6, seed=3))
+    assert torch.equal(plain.at("shared")[0], probe.at("shared")[0])
+    assert not torch.equal(probe.at("local")[0], probe.at("shared")[0])
+    assert "leakage_aggregate/subspace_words/f1" in monitor.latest
+    assert compression.memory
+
+
+@pytest.mark.parametrize("error_feedback", [False, True])
+def test_training_is_bit_identical(tmp_path: Path, error_feedback: bool) -> None:
+    first, second = (
+        GradientCompression("low_rank", error_feedback=error_feedback) for _ in range(2)
+    )
+    plain = Kept.of(fit_under(tmp_path / "a", [], first, n=3))
+    attacks = [BagOfWords(), SubspaceWords(capacity_seconds=0)]
+    monitor = LeakageMonitor(attacks, every_n_steps=1)
+    assert_same(plain, fit_under(tmp_path / "b", [monitor], second, n=3))
+    assert first.memory.keys() == second.memory.keys()
+    assert all(torch.equal(t, second.memory[n]) for n, t in first.memory.items())
+
+
+def compression_defended(
+    root: Path, attacks: Any, *defenses: Any, lora: Any = None, **settings: Any
+) -> Any:
+    monitor = LeakageMonitor(attacks, every_n_steps=1, **grouped(settings))
+    module = CausalLMModule(model_of(lora=lora).train(), optimizer="adamw")
+    strategy = DefendedStrategy("auto", [*defenses])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit([monitor], root, module=module, loader=random_token_loader(**LOADER), strategy=strategy)
+    return monitor
+
+
+class Levels(SubspaceWords):
+    """Keeps the standard deviation of the noise that it knows of."""
+
+    needs_control = False  # its runs are counted
+
+    def __init__(self) -> None:
+        super().__init__(capacity_seconds=0)
+        self.levels: list[float] = []
+
+    def run(self, view: Any, query: Any = None) -> Any:
+        self.levels.append(view.gradients[-1].noise_std)
+        return super().run(view, query)
+
+
+class Mute(GradientNoise):
+    name = "mute"
+
+    def noise_std(self, context: Any) -> float:
+        raise RuntimeError("private")
+
+
+class Second(GradientNoise):
+    name = "second"
+
+
+def test_attacks_know_the_noise_of_the_defences_or_are_unknown(tmp_path: Path) -> None:
+    attack, stages = Levels(), ("local", "shared", "aggregate")
+    noise = (GradientNoise(None, 3e-3), Second(1.0, 4e-3))
+    compression_defended(tmp_path / "a", attack, *noise, lora=LORA, stages=stages)
+    assert attack.levels == pytest.approx([0.0, 5e-3, 5e-3] * 4)
+    monitor = compression_defended(
+        tmp_path / "b", SubspaceWords(capacity_seconds=0), Mute(None, 1e-3), lora=LORA
+    )
+    assert (monitor.looks, monitor.failures) == (4, 3)  # a LoRA's first step has no result yet
+
+
+# A user-defined family of leak: `text_counts.py` has its attack and channel in one file.
+
+
+RIGHT = "leakage/text_count/right"
+
+
+@pytest.fixture(scope="module")
+def fourth_watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[LeakageMonitor, Path]:
+    """Return the monitor and the folder of a fit with this attack and two of the package."""
+    folder = tmp_path_factory.mktemp("counts")
+    settings = WatchSettings(stages=("local", "shared"), reveal=True)
+    attacks = [Probe(), TextCount(1e9), FCMembership(1)]
+    monitor = LeakageMonitor(attacks, every_n_steps=2, settings=settings)
+    fit([monitor], folder, logger=TensorBoardLogger(folder), n=32)
+    return monitor, folder
+
+
+def revealed_by(monitor: LeakageMonitor) -> list[tuple[int, str]]:
+    [channel] = {c for c in monitor.engine.series.values() if isinstance(c, CountsChannel)}
+    return channel.revealed
+
+
+def test_custom_family_is_logged_with_its_metrics(
+    fourth_watched: tuple[LeakageMonitor, Path],
+) -> None:
+    monitor, folder = fourth_watched
+    assert monitor.failures == 0
+    assert monitor.latest[RIGHT] == 0
+    assert monitor.latest["leakage_local/text_count/off"] == 4
+    assert f"{RIGHT}_low" in monitor.metric_names()
+    lines = lines_of(folder, "text_count")
+    assert [(line["step"], line["stage"]) for line in lines][:2] == [(0, "local"), (0, "shared")]
+    assert lines[-1]["metrics"]["right"]["value"] == 0
+    [board] = folder.rglob("events.out*")
+    events = EventAccumulator(str(board)).Reload()
+    n_shared = sum(line["stage"] == "shared" for line in lines)
+    assert [e.value for e in events.Scalars(RIGHT)] == [0.0] * n_shared
+
+
+def test_custom_family_reveals_guesses_at_each_look(
+    fourth_watched: tuple[LeakageMonitor, Path],
+) -> None:
+    titles = [(step, f"== step {step}, leakage/text_count") for step in (0, 2, 4, 6)]
+    revealed = revealed_by(fourth_watched[0])
+    assert [(step, title) for step, title in revealed if "_local" not in title] == titles
+
+
+def test_report_describes_custom_family_in_its_own_terms(
+    fourth_watched: tuple[LeakageMonitor, Path],
+) -> None:
+    report = findings(read([fourth_watched[1]]))
+    attacks = report.runs[0].attacks
+    [attack] = [a for a in attacks if (a.name, a.stage) == ("text_count", "shared")]
+    assert (attack.family.name, attack.headline, attack.mean) == ("counts", "right", 0.0)
+    assert report.verdict.worst["counts"] == 0.0
+    [reading] = [r for r in report.overviews[0].readings if r.family == "counts"]
+    assert reading.title == "Counts of texts"
+    assert reading.question == "How many texts are in a batch?"
+    assert (reading.answer, reading.measure, reading.verdict) == ("0.00", "right", "little")
+    assert "The share of looks at which the count was right." in page(report)
+
+
+PAD = PadRight(0)
+
+
+def canary_set(texts: list[Tensor]) -> CanarySet:
+    digests = [bytes([i]) * 32 for i in range(len(texts))]
+    return CanarySet(texts, InclusionRecord(seed_key(0), tuple(digests)))
+
+
+class Weights(L.Callback):
+    """Copies of the model before training and after every step."""
+
+    def __init__(self) -> None:
+        self.kept: list[nn.Module] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.kept.append(copy.deepcopy(module.model))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.kept.append(copy.deepcopy(module.model))
+
+
+def scorer_fit(
+    model: nn.Module,
+    texts: list[Tensor],
+    callbacks: list[L.Callback],
+    folder: Path,
+    steps: int = 3,
+    resume: str | None = None,
+    **settings: Any,
+) -> L.Trainer:
+    trainer = L.Trainer(max_steps=steps, callbacks=callbacks, default_root_dir=folder, **QUIET)
+    data = [torch.arange(3, 9) + i for i in range(10)] + texts[::2]
+    loader = DataLoader(data, batch_size=5, collate_fn=PAD)
+    trainer.fit(CausalLM(model, lr=0.3, **settings), loader, ckpt_path=resume)
+    return trainer
+
+
+def mean_loss(model: nn.Module, text: Tensor) -> Tensor:
+    logits = model.eval()(input_ids=text[None]).logits[0, :-1]
+    return F.cross_entropy(logits, text[1:])
+
+
+def scorer_texts_of(model: nn.Module) -> list[Tensor]:
+    """Of two lengths, so that some are padded."""
+    texts = new_token_canaries(model, 6, length=4, row_norm=0.5)
+    return [text if i % 2 else torch.cat([text, text[1:3]]) for i, text in enumerate(texts)]
+
+
+def test_a_score_is_how_far_the_texts_loss_fell(tmp_path: Path) -> None:
+    model = tiny_llama()
+    texts, weights = scorer_texts_of(model), Weights()
+    scorer = CanaryScorer(canary_set(texts))
+    scorer_fit(model, texts, [scorer, weights], tmp_path)
+    with torch.no_grad():
+        fell = [mean_loss(weights.kept[0], t) - mean_loss(weights.kept[-1], t) for t in texts]
+    torch.testing.assert_close(scorer.scores(), torch.stack(fell).double(), rtol=1e-4, atol=1e-6)
+    assert float(scorer.scores().abs().min()) > 1e-4
+
+
+def test_training_is_not_disturbed(tmp_path: Path) -> None:
+    runs = []
+    for callbacks in (0, 1):
+        model = tiny_gpt2(dropout=0.1).train()
+        texts = scorer_texts_of(model)
+        scorers = [CanaryScorer(canary_set(texts)) for _ in range(callbacks)]
+        torch.manual_seed(3)
+        trainer = scorer_fit(model, texts, [*scorers, Weights()], tmp_path)
+        runs.append([*model.state_dict().values(), torch.rand(2)])
+        assert trainer.state.finished
+        assert model.training
+    assert all(map(torch.equal, *runs))
+
+
+def test_a_resumed_run_goes_on_with_its_scores(tmp_path: Path) -> None:
+    def run(steps: int, resume: str | None = None) -> tuple[CanaryScorer, L.Trainer]:
+        model = tiny_llama()
+        texts = scorer_texts_of(model)
+        scorer = CanaryScorer(canary_set(texts))
+        return scorer, scorer_fit(model, texts, [scorer], tmp_path, steps, resume)
+
+    class Saver(L.Callback):  # within an epoch, before the scores are added up
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    model = tiny_llama()
+    texts = scorer_texts_of(model)
+    scorer_fit(model, texts, [CanaryScorer(canary_set(texts)), Saver()], tmp_path, 2)
+    trainer = run(3)[1]
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    for path, steps in ((tmp_path / "end.ckpt", 3), (tmp_path / "within.ckpt", 2)):
+        whole = run(steps)[0].scores()
+        torch.testing.assert_close(run(steps, str(path))[0].scores(), whole)  # no step is left
+        again, _ = run(6, str(path))
+        content = torch.load(path, weights_only=True)
+        del content["callbacks"]
+        torch.save(content, path)
+        rest, _ = run(6, str(path))
+        assert float(rest.scores().abs().max()) > 1e-4
+        torch.testing.assert_close(again.scores(), whole + rest.scores())
+    other_canaries = canary_set([torch.tensor([60 + i, 5]) for i in range(6)])
+    with pytest.raises(ValueError, match="is of other canaries"):
+        CanaryScorer(
+            CanarySet(other_canaries.token_ids, InclusionRecord(seed_key(0), (b"x" * 32,) * 6))
+        ).load_state_dict(again.state_dict())
+
+
+def test_canaries_that_cannot_be_scored_so_are_refused(tmp_path: Path) -> None:
+    canaries = canary_set(scorer_texts_of(tiny_llama()))
+    with pytest.raises(ValueError, match="has 97 rows: train the model of new_token_canaries"):
+        scorer_fit(tiny_llama(), [], [CanaryScorer(canaries)], tmp_path)
+    with pytest.raises(ValueError, match="not a masked"):
+        scorer_fit(tiny_bert_mlm(), [], [CanaryScorer(canaries)], tmp_path)
+
+
+# Promise 1: with any monitor on, training is bit-identical.
+
+
+PUBLIC = [[(7 * i + 3 * j) % 94 + 3 for j in range(20)] for i in range(12)]
+
+
+def watchers(*more):
+    """Return gates and a monitor with attacks on words and members, and ``more``."""
+    attacks = [
+        FlatChat(PublicText(PUBLIC), shapes=((1, 8), (2, 8), (4, 12))),
+        Probe(),
+        FCMembership(layer=1, name="fc_1"),
+        *more,
+    ]
+    options = {"stages": ("local", "shared"), "reveal": True, "texts": 1}
+    monitor = monitor_with(attacks, every_n_steps=4, **options)
+    gates = [
+        RiskGate(name, at_most=1.0, strict=False)
+        for name in ("leakage/flatchat/f1", "leakage/fc_1/auc")
+    ]
+    return [*gates, monitor], monitor
+
+
+def adapted():
+    config = LoraConfig(target_modules=["c_attn"], r=2, fan_in_fan_out=True, lora_dropout=0.1)
+    with own_rng(1):
+        model = get_peft_model(tiny_gpt2().train(), config)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return CausalLMModule(model, optimizer="adamw")
+
+
+def checkpointing():
+    model = tiny_gpt2().train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    return CausalLMModule(model, optimizer="adamw")
+
+
+def frozen():
+    model = tiny_gpt2(tied=False).train()
+    model.transformer.requires_grad_(False)
+    return CausalLMModule(model, optimizer="adamw")
+
+
+CASES = {
+    "fp32 with dropout": ({}, None),
+    "LoRA, accumulation, clipping and gradient checkpointing": (
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
+        adapted,
+    ),
+    "bf16-true, frozen lower layers": ({"precision": "bf16-true"}, frozen),
+    "gradient noise": (
+        {"strategy": lambda: DefendedStrategy("auto", [GradientNoise(1.0, 0.01, seed=4)])},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_bit_identical_with_monitor_and_gate(case, tmp_path):
+    settings, make = CASES[case]
+
+    def run(name, callbacks):
+        given = {key: value() if callable(value) else value for key, value in settings.items()}
+        return fit(callbacks, tmp_path / name, module=make and make(), **given)
+
+    plain = Kept.of(run("plain", []))
+    attention = AttentionMembership(1, PublicText(PUBLIC * 6), batch=8)
+    more = [attention] if case == "fp32 with dropout" else []
+    callbacks, monitor = watchers(
+        FCMembership(layer=2, granularity="full", name="fc_2"),
+        PrefixInversion(1, None, language_model=False),
+        EmbeddingDescent(0, steps=12, name="descent_0"),
+        EmbeddingDescent(2, steps=6, sweeps=1, name="descent_2"),
+        *more,
+    )
+    watched = run("watched", callbacks)
+    assert_same(plain, watched)
+    assert monitor.looks >= 2
+    # Under noise FlatChat names the whole vocabulary, which is no result, at two of three looks.
+    assert monitor.failures == (2 if "noise" in case else 0)
+    if "noise" not in case:
+        assert monitor.latest["leakage/fc_1/auc"] > 0.9
+    if more:
+        assert monitor.latest["leakage/attention_membership/auc"] > 0.6
+    for name in ("prefix_inversion", "descent_0"):
+        assert monitor.latest[f"leakage/{name}/token_accuracy"] > 0.4
+
+
+@pytest.mark.parametrize("make", [lambda: None, checkpointing])
+def test_inversion_neither_disturbs_noised_activations_nor_their_noise(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.urandom", lambda n: bytes(range(n)))
+
+    def run(name, callbacks):
+        strategy = DefendedStrategy("auto", defenses=[ActivationNoise(1, sigma=0.05)])
+        return fit(callbacks, tmp_path / name, module=make(), strategy=strategy, n=16)
+
+    plain = run("plain", [])
+    attacks = [EmbeddingDescent(1, steps=20), PrefixInversion(1, None, language_model=False)]
+    settings = WatchSettings(stages=("local", "shared"), texts=2)
+    monitor = LeakageMonitor(attacks, every_n_steps=4, settings=settings)
+    assert_same(plain, run("watched", [monitor]))
+    assert monitor.failures == 0
+    name = "embedding_descent/token_accuracy"
+    assert monitor.latest[f"leakage_local/{name}"] > monitor.latest[f"leakage/{name}"]
+
+
+def test_averaging_callbacks_do_not_disturb(tmp_path):
+    averaging = getattr(lightning_callbacks, "WeightAveraging", None)  # absent before 2.6
+
+    def run(*callbacks):
+        return fit([*callbacks, *([averaging()] if averaging else [])], tmp_path)
+
+    monitor = LeakageMonitor(Probe(), every_n_steps=1)
+    assert_same(run(), run(monitor))
+    assert monitor.failures == 0
+
+
+def test_a_resumed_run_is_bit_identical_and_its_games_go_on(tmp_path):
+    monitors = []
+
+    def resumed(root, *, is_watched):
+        """Train one epoch and save; then resume in a new Trainer with new callbacks."""
+
+        def callbacks():
+            listed, monitor = watchers() if is_watched else ([], None)
+            monitors.append(monitor)
+            return listed
+
+        saver = ModelCheckpoint(root / "ckpt", save_last=True)
+        fit([*callbacks(), saver], root / "first", enable_checkpointing=True)
+        state = torch.load(root / "ckpt" / "last.ckpt", weights_only=True)  # nothing is pickled
+        path = root / "ckpt" / "last.ckpt"
+        return fit(callbacks(), root / "second", max_epochs=2, ckpt_path=path), state
+
+    plain, _ = resumed(tmp_path / "plain", is_watched=False)
+    watched, state = resumed(tmp_path / "watched", is_watched=True)
+    assert_same(plain, watched)
+    first, second = monitors[2:]
+    assert (second.failures, second.last_step) == (0, 12)
+    assert second.looks > first.looks > 2
+    assert any(name.startswith("LeakageMonitor") for name in state["callbacks"])
+    before, after = (m.engine.state_dict()["games of leakage/fc_1"] for m in monitors[2:])
+    assert all(map(torch.equal, before, after))
+    assert len(after) > len(before) > 0
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_watched_and_not_disturbed(tmp_path):
+    """By all families at once: each fit compiles its model again."""
+
+    def compiled():
+        torch.compiler.reset()
+        module = CausalLMModule(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
+        module.model = torch.compile(module.model, backend="aot_eager")
+        return module
+
+    plain = Kept.of(fit([], tmp_path / "plain", module=compiled(), n=12))
+    attacks = [Probe(), PrefixInversion(1, None, language_model=False), FCMembership(layer=1)]
+    monitor = LeakageMonitor(attacks, every_n_steps=1)
+    assert_same(plain, fit([monitor], tmp_path / "watched", module=compiled(), n=12))
+    assert (monitor.failures, monitor.looks) == (0, 3)
+    assert monitor.latest["leakage/prefix_inversion/token_accuracy"] == 1
+    assert monitor.latest["leakage/fc_membership/auc"] == 1
+
+
+def test_between_looks_nothing_of_a_look_is_kept_alive(tmp_path):
+    references, alive = [], []
+
+    class Weak(Probe):
+        def run(self, view, query=None):
+            guess = super().run(view, query)
+            references.extend(weakref.ref(x) for x in (view.gradients[-1], guess, guess.scores))
+            return guess
+
+    class Counts(L.Callback):
+        def on_train_batch_start(self, *args):
+            alive.append(sum(reference() is not None for reference in references))
+
+    monitor = LeakageMonitor(
+        Weak(), every_n_steps=1, settings=WatchSettings(stages=("local", "shared", "aggregate"))
+    )
+    fit([Counts(), monitor], tmp_path)
+    assert len(references) == 8 * 3  # without a defence one gradient stands for all three stages
+    assert alive == [0] * 8

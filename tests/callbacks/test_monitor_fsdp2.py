@@ -1,7 +1,5 @@
 """LeakageMonitor on a sharded run of two gloo processes: the cases of monitor_fsdp2_worker.py."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A family of leak of its own, in one file: how many texts were in the batch?"""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The model of the commands; calibrations repeat small batches seldom, which changes no output."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,11 +27,11 @@ def _models_are_asked_once() -> Iterator[None]:
     answers: dict[object, object] = {}
     ask = models.log_probs_before_and_after
 
-    def asked(texts: list[Text], model: str, base: str) -> object:
+    def asked(texts: list[Text], model: str, base: str, dtype: str | None = None) -> object:
         rows = ((*text.ids.tolist(), *text.labels.tolist()) for text in texts)
-        key = Path(model).resolve(), base, tuple(rows)
+        key = Path(model).resolve(), base, tuple(rows), dtype
         if key not in answers:
-            answers[key] = ask(texts, model, base)
+            answers[key] = ask(texts, model, base, dtype)
         return answers[key]
 
     with pytest.MonkeyPatch.context() as patch:

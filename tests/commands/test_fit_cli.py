@@ -1,7 +1,5 @@
 """`fedleak fit`: its errors in one line each, and the recipes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -370,7 +370,7 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
         save_trained(tmp_path / name, texts)
     output = tmp_path / "result.json"
     reference = str(tmp_path / "other")
-    status, text = run(folder, drawn=True, at_most=0.6, out=output, reference=reference)
+    status, text = run(folder, drawn=True, at_most=0.6, out=output, reference=[reference])
     assert status == BREACH
     assert "combined_reference/auc is shown to be at least" in text
     values = json.loads(output.read_text())["attacks"]["combined_reference"]
@@ -381,11 +381,15 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
     assert named in " ".join(text.split())
     assert values["tpr_at_fpr_0.01"] is None  # too few others
     rare = {"metric": "tpr_at_fpr_0.001", "at_most": 0.999}
-    status, text = run(folder, drawn=True, out=output, reference=reference, **rare)
+    status, text = run(folder, drawn=True, out=output, reference=[reference], **rare)
     assert status == BREACH
     for name in ("combined", "combined_reference"):
         assert f"{name}/tpr_at_fpr_0.001 is unknown." in text
-    few = {"reference": reference, "reference_rows": TEXTS - 1, "summary": tmp_path / "summary.md"}
+    few = {
+        "reference": [reference],
+        "reference_rows": [str(TEXTS - 1)],
+        "summary": tmp_path / "summary.md",
+    }
     status, text = run(folder, drawn=True, at_most=0.999, out=output, **few)
     assert status == BREACH
     for place in (text, few["summary"].read_text()):
@@ -393,10 +397,36 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
         assert "combined_reference/auc is unknown: weak reference" in words
         assert f"trained on {TEXTS - 1} rows" in words
     with pytest.raises(SourceError, match=r"--reference cannot be loaded: .*nowhere"):
-        run(folder, drawn=True, reference=str(tmp_path / "nowhere"))
+        run(folder, drawn=True, reference=[str(tmp_path / "nowhere")])
     pool_error = "--reference: Memorization.* a model of other rows only"
     with pytest.raises(SourceError, match=pool_error):
-        run(folder, drawn=True, reference=str(tmp_path / "held_out"))
+        run(folder, drawn=True, reference=[str(tmp_path / "held_out")])
+
+
+def test_several_references_and_the_rows_of_each(folder: Path, tmp_path: Path) -> None:
+    lines = [(folder / f"{n}.jsonl").read_text().splitlines() for n in ("members", "others")]
+    draw, words = random.Random(0), lines[0] + lines[1]
+    models, files = [], []
+    for number in range(3):
+        rows = draw.sample(words, len(words) // 2)
+        files.append(str(tmp_path / f"rows{number}.jsonl"))
+        Path(files[-1]).write_text("".join(f"{row}\n" for row in rows))
+        models.append(str(tmp_path / f"model{number}"))
+        save_trained(Path(models[-1]), [json.loads(row)["text"] for row in rows])
+    output = tmp_path / "out.json"
+    settings = {"drawn": True, "out": output, "reference": models}
+    status, text = run(folder, reference_rows=files, **settings)
+    assert status == 0
+    words_of_all = f"3 of LlamaForCausalLM (folder), trained on {len(words) // 2} rows"
+    assert words_of_all in " ".join(text.split())
+    content = json.loads(output.read_text())
+    assert (content["reference"]["models"], content["reference"]["rows"]) == (3, len(words) // 2)
+    assert content["attacks"]["combined_reference"]["auc"] > 0.8
+    files[0] = str(folder / "members.jsonl")  # not those that it was trained on
+    with pytest.raises(SourceError, match="distinguishes training rows from held-out rows"):
+        run(folder, reference_rows=files, **settings)
+    with pytest.raises(SourceError, match="a number or a file for each --reference"):
+        run(folder, reference_rows=["5"], **settings)
 
 
 N = 20
@@ -502,6 +532,10 @@ def test_values_in_prompts_of_another_law_are_unknown_in_the_file(
     assert content["entities"]["entity/phone/prompt"].startswith("prompts are from different")
     assert status == BREACH
     assert "BREACH: entity/phone/prompt/auc is unknown" in printed
+    settings = {"drawn": True, "prompt_column": "prompt"}  # without a limit
+    assert run_on(tmp_path, null, **settings)[0] == BREACH
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["entities"]["entity/phone/prompt"].startswith("prompts are not drawn")
 
 
 # ---- is this the model, and were the rows drawn? ----

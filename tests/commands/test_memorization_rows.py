@@ -16,7 +16,11 @@ from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 from lightning_fedleak.cli.finetuning.module import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
-from lightning_fedleak.cli.studies.models import log_probs_before_and_after
+from lightning_fedleak.cli.studies.models import (
+    find_model,
+    log_probs_before_and_after,
+    query_texts,
+)
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.record_list import used_up_mark
@@ -263,6 +267,16 @@ def test_references_are_trained_as_the_run_was(released: Any, tmp_path: Path) ->
     beyond = attacks["beyond_references" + "_short" * (head == "row")]
     assert beyond["auc"] > 0.7 or head != "token"
     assert beyond["auc_high"] > 0.5
+
+
+def test_models_are_queried_in_the_type_that_is_asked_for() -> None:
+    texts = [Text(row, row) for row in torch.arange(5, 45).view(2, 20)]
+    wide, narrow = (
+        query_texts(find_model(None), texts, None, "--model", dtype).log_probs.float()
+        for dtype in (None, "bfloat16")
+    )
+    assert torch.allclose(wide, narrow, atol=0.2)
+    assert not torch.allclose(wide, narrow, atol=1e-4)
 
 
 def test_an_invalid_class_or_a_missing_column_is_unknown(released: Any, tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,7 @@ printed = partial(printed_by, "plan")
 
 @pytest.fixture(autouse=True)
 def half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SECONDS", 0.5)
+    monkeypatch.setattr(plan, "SETS", 1)
 
 
 def test_counts_rows_and_planted_tokens(model: str) -> None:

@@ -1,19 +1,20 @@
-"""``fedleak synthetic``: what generated texts show of the rows that a model was trained on."""
-
-from __future__ import annotations
+"""Commands on texts: `fedleak synthetic`, `fedleak invert`, and verdicts that they print."""
 
 import json
 import random
 import string
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertForMaskedLM, GPT2LMHeadModel
 
+from lightning_fedleak.attacks.texts.prefix.inversion import PrefixInversion
 from lightning_fedleak.cli import main
+from lightning_fedleak.cli.commands import verdicts
 from lightning_fedleak.cli.commands.synthetic import (
     COPY_SCORES,
     count_copies,
@@ -22,15 +23,23 @@ from lightning_fedleak.cli.commands.synthetic import (
 )
 from lightning_fedleak.cli.commands.verdicts import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
+from lightning_fedleak.cli.printing import format_share
 from lightning_fedleak.engine.channels.released.audit import Audit
 from lightning_fedleak.engine.channels.released.pool import Pool
 from lightning_fedleak.evaluation.canaries.repeats import RUN
 from lightning_fedleak.evaluation.metrics.record_list import used_up_mark
 from lightning_fedleak.evaluation.metrics.released import membership_values
+from lightning_fedleak.evidence.chain import Verdict
 from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text
+from lightning_fedleak.report import ReportError
+from lightning_fedleak.validate import WrongModel
 from tests.engine.channels.test_heads import WORDS, words
-from tests.helpers.commands import run_command
+from tests.helpers.commands import printed_by, run_command
+from tests.helpers.folders import TEXTS, model_of_words, save_tiny_bert, train
+
+# ``fedleak synthetic``: what generated texts show of the rows that a model was trained on.
+
 
 SIZE, LENGTH = 60, 14  # rows of either side, and their tokens
 SIDES = "rows", "others"
@@ -60,22 +69,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("synthetic")
     torch.manual_seed(0)
-    sizes = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 48, "n_layer": 1, "n_head": 2}
-    quiet = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **quiet, bos_token_id=2, eos_token_id=3))
+    model = model_of_words(WORDS, 2, 3)
     model.save_pretrained(folder / "base")
     words().save_pretrained(folder / "base")
     rows = torch.randint(5, WORDS, (2 * SIZE, LENGTH))
     for side, part in zip(SIDES, rows.split(SIZE), strict=True):
         write(folder / f"{side}.jsonl", part.tolist())
     write(folder / "null.jsonl", generate(model, 200))
-    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
-    ids = torch.cat([torch.full((SIZE, 1), 2), rows[:SIZE]], 1)
-    for _ in range(30):
-        for part in torch.randperm(SIZE).split(10):
-            model(input_ids=ids[part], labels=ids[part]).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train(model, torch.cat([torch.full((SIZE, 1), 2), rows[:SIZE]], 1), 30, 10)
     write(folder / "generated.jsonl", generate(model.eval(), 200))
     return folder
 
@@ -347,3 +348,151 @@ def test_rows_that_are_copied_in_other_words_decide(folder: Path, tmp_path: Path
     assert "BREACH: whole rows of the training are in the texts" in text
     assert "Row numbers of whole copies: 4, 5, 6." in text
     assert fails(others[4:7] + rows[4:7])[0] == fails(others[4:7])[0] == 0
+
+
+# ``fedleak invert``: what it prints, writes and refuses.
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_bert(tmp_path_factory.mktemp("encoder"), BertForMaskedLM, mask="<|mask|>")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "client.txt"
+    path.write_text("\n".join(TEXTS))
+    return str(path)
+
+
+printed = partial(printed_by, "invert", width=100)
+
+
+def cells_in(folder: Path) -> list[dict[str, Any]]:
+    content = json.loads((folder / "inversion.json").read_text())
+    return content["cells"]
+
+
+def test_a_causal_model_is_read_exactly(model: str, text: str, tmp_path: Path) -> None:
+    outputs = tmp_path / "new" / "folder"
+    settings = {"noise": [0.0, 4.0], "lengths": [8, 12], "texts": 3, "layer": [1], "out": outputs}
+    output = printed(model=model, text=text, **settings)
+    cells = cells_in(outputs)
+    assert {(c["attack"], c["layer"]) for c in cells} == {("prefix", 1)}
+    assert [(c["length"], c["sigma"]) for c in cells] == [(8, 0), (8, 4), (12, 0), (12, 4)]
+    assert not [c for c in cells if c["problem"]]
+    for cell in cells:
+        accuracy = cell["rates"]["token_accuracy"]["value"]
+        assert (accuracy == 1) == (cell["sigma"] == 0)
+        assert f" {format_share(accuracy)} [" in output
+        assert cell["budget_seconds"] == 60.0
+    assert "3/3" in output
+    assert "budget: 60 s" in output
+    assert "next-token accuracy of the whole model" in " ".join(output.split())
+    private = " ".join(TEXTS).split()
+    assert not [w for w in private if len(w) > 6 and w in (outputs / "inversion.json").read_text()]
+
+
+def test_an_encoder_is_read_by_sweeps(encoder: str, text: str, tmp_path: Path) -> None:
+    output = printed(
+        model=encoder, text=text, noise=[0.0], lengths=[10], texts=2, steps=100, out=tmp_path,
+        layer=[1, 2], budget_seconds=float("inf"),
+    )  # fmt: skip
+    first, second = cells_in(tmp_path)
+    assert [(c["attack"], c["layer"]) for c in (first, second)] == [("sweeps", 1), ("sweeps", 2)]
+    assert first["rates"]["token_accuracy"]["value"] > 0.9
+    assert first["utility"] is first["problem"] is None
+    assert first["budget_seconds"] is None
+    assert "unknown for encoders" in " ".join(output.split())
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"layer": [3]}, r"--layer 3: .*0 to 2"),
+    ({"lengths": [65]}, r"--lengths 65 .* context of 64"),
+    ({"lengths": [1]}, r"--lengths must be .*at least 2, got 1"),
+    ({"lengths": [60], "texts": 12}, r"--lengths 60: 12 texts make only"),
+]
+
+
+@pytest.mark.parametrize(("settings", "match"), REFUSED)
+def test_what_cannot_be_done_is_refused_at_once(
+    model: str, text: str, tmp_path: Path, settings: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(SourceError, match=match):
+        printed(model=model, text=text, out=tmp_path, **settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_errors_of_attacks_and_noise(
+    encoder: str, model: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SourceError, match="give sweeps or descent"):
+        printed(model=encoder, text=text, attack=["prefix"], out=tmp_path / "o")
+    words = ["invert", "--model", model, "--text", text, "--out", str(tmp_path / "o")]
+    with pytest.raises(SystemExit):
+        main([*words, "--noise", "-1"])
+    assert "'-1' is not a number of at least 0" in capsys.readouterr().err
+
+
+def test_one_failed_cell_does_not_lose_the_rest(
+    model: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = PrefixInversion.reconstruct
+    calls: list[int] = []
+
+    def fails_once(self: PrefixInversion, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("no luck")
+        return plain(self, *args)
+
+    monkeypatch.setattr(PrefixInversion, "reconstruct", fails_once)
+    settings = {"noise": [0.0, 0.01], "lengths": [8], "texts": 2, "layer": [1], "out": tmp_path}
+    output = printed(model=model, text=text, **settings)
+    assert "Failed: prefix, split 1, 8 tokens, noise 0: RuntimeError: no luck" in output
+    first, second = cells_in(tmp_path)
+    assert first["problem"] == "RuntimeError: no luck"
+    assert second["problem"] is None
+    monkeypatch.setattr(PrefixInversion, "reconstruct", lambda *_: 1 / 0)
+    assert "ZeroDivisionError" in printed(status=1, model=model, text=text, **settings)
+
+
+# Which of several runs a released model has to be of.
+
+
+ANSWERS = {
+    "of it": Verdict(),
+    "of another": Verdict(contradictions=["other weights"]),
+    "open": Verdict(open=["no hashes"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("runs", "is_refused"),
+    [
+        (["of it"], False),
+        (["of another"], True),
+        (["open"], False),
+        (["of another", "of it"], False),
+        (["cut off", "of another"], True),
+        (["of another", "open"], True),
+        (["cut off", "open"], False),
+    ],
+)
+def test_a_model_is_refused_if_a_run_has_other_weights_and_no_run_has_its(
+    runs: list[str], is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def match(run: Path, model: Path) -> Verdict:
+        if run.name == "cut off":
+            raise ReportError("no weights")
+        return ANSWERS[run.name]
+
+    monkeypatch.setattr(verdicts, "match_weights", match)
+    for run in runs:
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "run.jsonl").touch()
+    if not is_refused:
+        verdicts.check_run(tmp_path, tmp_path)
+        return
+    with pytest.raises(WrongModel, match="is not of --model: other weights"):
+        verdicts.check_run(tmp_path, tmp_path)

@@ -1,7 +1,5 @@
 """ZeRO-1, 2 and 3 on two gloo processes: the cases of worker.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.cases import of

@@ -4,8 +4,6 @@ Started by test_zero.py, which says what is right. Asked for a CPU accelerate tr
 DeepSpeed, else it takes two processes without GPUs for one; :func:`deepspeed_on_cpus` mends that.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Whatever one example holds, what goes outside moves by no more than a guarantee accounts for."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import warnings
@@ -206,40 +204,33 @@ def test_a_client_s_whole_update(content: str, looking: Any) -> None:
     alike(first[2], second[2])
 
 
-@pytest.mark.parametrize("form", ["auto", "per_sample", "ghost"])
-@pytest.mark.parametrize("content", CONTENTS)
-def test_an_example_of_a_batch(content: str, form: Any, looking: Any) -> None:
+def check_example_of_a_batch(looking, content, shape, clip=None, **model: Any) -> None:
     """Against the batch without it; steps, account and what is compared with autograd stay."""
-    rows = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     others = torch.arange(5) != ROW
 
     def sent(given: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        run = Run(DPSGD(CLIP, noise_multiplier=1.0, seed=3, clip=ClipSettings(form=form)))
-        run.loss = lambda b: run.root(b[0]).square().mean(1).mean()  # type: ignore[method-assign]
+        run = Run(DPSGD(CLIP, noise_multiplier=1.0, seed=3, clip=clip), **model)
+        run.loss = lambda b: run.root(b[0]).square().flatten(1).mean(1).mean()  # type: ignore[method-assign]
         updates = [run.step([given, torch.zeros(len(given))], lr=0.0) for _ in range(3)]
         return torch.stack(updates), run.defense.state_dict()
 
     first, second = looking(sent, rows[others], spoilt(rows, CONTENTS[content]))
     within(CLIP / 8, first[0], second[0])
     alike(first[1], second[1])
+
+
+@pytest.mark.parametrize("form", ["auto", "per_sample", "ghost"])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_an_example_of_a_batch(content: str, form: Any, looking: Any) -> None:
+    check_example_of_a_batch(looking, content, (5, WIDTH), ClipSettings(form=form))
 
 
 @pytest.mark.parametrize("kind", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("content", CONTENTS)
 def test_an_example_that_meets_experts(content: str, kind: str, looking: Any) -> None:
     """Its numbers choose experts, and may be NaN where they do."""
-    rows = torch.randn(5, 3, WIDTH, generator=torch.Generator().manual_seed(1))
-    others = torch.arange(5) != ROW
-
-    def sent(given: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        run = Run(DPSGD(CLIP, noise_multiplier=1.0, seed=3), ExpertBlock(kind))
-        run.loss = lambda b: run.root(b[0]).square().mean((1, 2)).mean()  # type: ignore[method-assign]
-        updates = [run.step([given, torch.zeros(len(given))], lr=0.0) for _ in range(3)]
-        return torch.stack(updates), run.defense.state_dict()
-
-    first, second = looking(sent, rows[others], spoilt(rows, CONTENTS[content]))
-    within(CLIP / 8, first[0], second[0])
-    alike(first[1], second[1])
+    check_example_of_a_batch(looking, content, (5, 3, WIDTH), root=ExpertBlock(kind))
 
 
 @pytest.mark.parametrize("steps", [{0}, {1}, {5}, {*range(24)}], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from transformers.integrations import activate_neftune
 
-from lightning_fedleak.attacks import BagOfWords, SubspaceWords
+from lightning_fedleak.attacks import BagOfWords, SubspaceWords, WordGuess
 from lightning_fedleak.engine import GateEvent
 from lightning_fedleak.engine.results import UNEXPLAINED
+from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.trainers import Threshold
 from tests.helpers.loops import model_loss, train, watched
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_llama, tiny_t5
@@ -118,6 +120,38 @@ def test_a_changed_gradient_hides_no_words_unseen(tmp_path: Path, way: str, chan
             parameter.register_hook(lambda g, p=parameter: act(p.detach(), g))
     looks = look_at_each(tmp_path, model, **settings)
     assert looks[0][2] > 1e-6
+
+
+class Unlucky(SubspaceWords):
+    """Reads little of the step itself, and all of controls."""
+
+    def run(self, view: Any, query: Any = None) -> WordGuess:
+        guess = super().run(view, query)
+        n = len(guess.types) if view.gradients[-1].stage is Stage.LOCAL else 3
+        return replace(guess, types=guess.types[:n], certified=False)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-7])
+def test_a_low_number_of_a_changed_gradient_alone_is_unknown(tmp_path: Path, size: float) -> None:
+    """The control rings, and what was changed may hide the words from this attack alone."""
+
+    def by_hand(model: nn.Module) -> None:
+        for parameter in trained(model):
+            parameter.grad = parameter.grad + size * parameter.detach()  # type: ignore[operator]
+
+    fired: list[GateEvent] = []
+    gate = Threshold("leakage/worst/words", at_most=HIGHEST, action=fired.append)
+    rows = torch.randint(3, VOCAB, (STEPS, 2, 8), generator=torch.Generator().manual_seed(4))
+    settings = {"batches": [{"input_ids": x, "labels": x} for x in rows], "gates": [gate]}
+    attack = Unlucky(capacity_seconds=0)
+    watch = watched(tmp_path, attack, adapted(), before_step=by_hand, lr=5e-2, **settings)
+    assert watch.latest[F1] < HIGHEST
+    if not size:
+        assert not fired
+        assert watch.latest[CONTROL] == 1
+    else:
+        assert math.isnan(fired[-1].value)
+        assert "before its gradient was changed" in fired[-1].why
 
 
 PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -27,6 +27,7 @@ from lightning_fedleak.attacks.membership import gradients
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.engine import lineup, scheduler
 from lightning_fedleak.engine.fit import Fit
+from lightning_fedleak.model.snapshots import NotYet
 from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import VOCABULARY, llama
 from tests.helpers.lightning_modules import random_token_loader
@@ -466,6 +467,23 @@ def test_an_attack_runs_while_one_that_reads_as_much_has_no_result(
     assert watch.latest["leakage/worst/membership"] == newest
     assert gate.fired is None or not math.isnan(gate.fired.value)
     assert "leakage/subspace_membership/auc" not in watch.latest  # nothing judges an old value
+
+
+def test_an_attack_in_doubt_stays_so_while_it_waits(tmp_path: Path, monkeypatch: Any) -> None:
+    run = GradientMembership.run
+
+    def fail(attack: Any, view: Any, query: Any = None) -> Any:
+        if view.gradients[-1].step == 4:
+            raise RuntimeError("a layer of another kind")
+        if view.gradients[-1].step in (6, 7):
+            raise NotYet("nothing is shared yet")
+        return run(attack, view, query)
+
+    monkeypatch.setattr(GradientMembership, "run", fail)
+    model = get_peft_model(seeded(), config())
+    watch = watched(tmp_path, "auto", model, **settings(model, steps=11) | {"every_n_steps": 2})
+    second = values(watch.lines("subspace_membership"), "auc", start=1)
+    assert second.keys() == {5, 6, 8}
 
 
 def test_a_gate_is_not_silent_where_the_last_look_has_no_result(tmp_path, monkeypatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from lightning_fedleak.trainers import Threshold
 
 WORDS = "leakage/worst/words"
 METRICS = ("precision", "recall", "f1")
+HEADLINES = ("leakage/a/f1", "leakage/b/f1")
 A, B = (Series.at(Stage.SHARED, name) for name in "ab")
 LOCAL = Series.at(Stage.LOCAL, "a")
 FAILED, NOT_MADE_FOR_IT = unknown(METRICS, "why"), unknown(METRICS, "why", applies=False)
@@ -34,7 +35,13 @@ def read(f1: float, **extra: float) -> Outcome:
 def channel_of(family: str) -> Any:
     """Return what results need of a channel."""
     return SimpleNamespace(
-        family=family, headline="f1", metrics=METRICS, controlled=False, tests_looks=False
+        family=family,
+        headline="f1",
+        metrics=METRICS,
+        controlled=False,
+        tests_looks=False,
+        attacks=[],
+        metrics_of=lambda series: METRICS,
     )
 
 
@@ -93,12 +100,12 @@ def test_it_stays_where_only_another_family_has_news() -> None:
 
 
 def values(a: float, b: float, worst: float | None = None, **more: float) -> dict[str, float]:
-    logged = {"leakage/a/f1": a, "leakage/b/f1": b, WORDS: max(a, b) if worst is None else worst}
+    logged = {HEADLINES[0]: a, HEADLINES[1]: b, WORDS: max(a, b) if worst is None else worst}
     return logged | {f"{WORDS}_{name}": value for name, value in more.items()}
 
 
-def look(gate, logged, why="", latest=None, channel=None) -> None:
-    """Let a gate decide on the values of a look."""
+def look(gate, logged, why="", latest=None, channel=None, counts=MappingProxyType({})) -> None:
+    """Let a gate decide on the values of a look, of which some count differently."""
     engine: Any = SimpleNamespace(
         results=SimpleNamespace(
             latest=logged if latest is None else latest,
@@ -106,15 +113,17 @@ def look(gate, logged, why="", latest=None, channel=None) -> None:
             last_step=0,
             why_unknown=lambda name: why,
             channel_of=lambda name: channel,
-            judge=lambda name, value, at_most: Judgement(value),
+            judge=lambda name, value, at_most: Judgement(counts.get(name, value)),
+            headlines_of=lambda name: HEADLINES if name == WORDS else (),
         ),
         current=SimpleNamespace(lineup=SimpleNamespace(plans=[])),
         series={},
         record_decision=lambda facts: None,
         run=SimpleNamespace(rank=0, broadcast=lambda value: value),
     )
-    gate._engine, gate._watched = engine, ("leakage/a/f1", "leakage/b/f1")
-    gate._decide(engine, GateActions(lambda values, step: None, lambda name: None, lambda: None))
+    gate._engine = engine
+    gate._host = GateActions(lambda values, step: None, lambda name: None, lambda: None)
+    gate._decide()
 
 
 def gate_on(*looks: dict[str, float], **settings: Any) -> tuple[RiskGate, list[Any]]:
@@ -159,6 +168,17 @@ def test_what_is_recovered_at_least_is_a_breach_whatever_else_is_unknown(strict:
     assert all(math.isnan(event.value) for event in events)
 
 
+def test_a_breach_by_its_control_counts_though_another_attack_is_unknown() -> None:
+    gate, events = gate_on(strict=False)
+    logged = values(0.4, math.nan, math.nan, at_least=0.4)
+    look(gate, logged)
+    assert not events
+    look(gate, logged, counts={HEADLINES[0]: 0.7})
+    (event,) = events
+    assert (event.metric, event.value, event.read) == (f"{WORDS}_at_least", 0.7, 0.4)
+    assert event.source == HEADLINES[0]
+
+
 def test_what_does_not_apply_is_no_breach_and_what_failed_is_one() -> None:
     looks = [values(0.2, 0.3), values(0.2, math.nan, 0.2), values(0.2, math.nan, math.nan)]
     gate, events = gate_on(*looks, patience=1)
@@ -193,8 +213,10 @@ def test_a_gate_judges_what_is_pooled_while_another_attack_waits() -> None:
     pooled = replace(pooled, now=dict.fromkeys(METRICS, 0.4))
     results.add(Look(0), {A: pooled, B: pending("zero gradient")}, {})
     gate = Threshold("leakage/worst/membership", 0.6, strict=False)
-    engine = SimpleNamespace(results=results)
-    gate._engine = engine  # type: ignore[assignment]
-    event = gate._read_look(engine)  # type: ignore[arg-type]
+    lineup = SimpleNamespace(plans=[])
+    gate._engine = SimpleNamespace(  # type: ignore[assignment]
+        results=results, series=results._channels, current=SimpleNamespace(lineup=lineup)
+    )
+    event = gate._read_look()
     assert event is not None
     assert event.value == 0.7

@@ -1,7 +1,5 @@
 """Honest loops hold and drawn edits of them do not; the order of rows is an HMAC."""
 
-from __future__ import annotations
-
 import gc
 import hmac
 import json

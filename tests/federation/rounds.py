@@ -1,7 +1,5 @@
 """Clients of a tiny federation, trained in a plain loop."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import fields
 from functools import partial

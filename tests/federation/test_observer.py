@@ -1,15 +1,16 @@
 """The rounds of a federation are attacked as a monitor attacks those of a fit."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import json
 import logging
 import math
 import os
+import random
 import re
+import signal
 import threading
+import time
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -18,24 +19,18 @@ from pathlib import Path
 import pytest
 import torch
 from lightning_utilities.core import rank_zero
+from safetensors import SafetensorError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import lightning_fedleak as fedleak
 from lightning_fedleak import federation
-from lightning_fedleak.attacks import (
-    BagOfWords,
-    FCMembership,
-    GradientMembership,
-    SubspaceTexts,
-    SubspaceWords,
-)
-from lightning_fedleak.attacks.memorization import Combined
-from lightning_fedleak.attacks.public_text import PublicText
-from lightning_fedleak.callbacks import Games
-from lightning_fedleak.defenses import GradientNoise, Privacy
-from lightning_fedleak.engine import WatchSettings
-from tests.callbacks.runs import Probe
+from lightning_fedleak.defenses import Privacy
+from lightning_fedleak.federation import SUM, HandOver, recording, report_batches, trained_on
+from lightning_fedleak.federation import hand_over as reports
+from tests.callbacks.runs import Probe, fit
 from tests.engine.test_failures import QUARTERS, functions, nothing, profiled, raises
 from tests.federation.rounds import ADAMW, SGD, batches, lora, model, round_settings, train
+from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_llama
 
 F1 = "leakage/bag_of_words/f1"
@@ -43,12 +38,14 @@ F1 = "leakage/bag_of_words/f1"
 
 def texts(seed=9, n=24, length=8):
     generator = torch.Generator().manual_seed(seed)
-    return PublicText([torch.randint(3, 97, (length,), generator=generator) for _ in range(n)])
+    return fedleak.PublicText(
+        [torch.randint(3, 97, (length,), generator=generator) for _ in range(n)]
+    )
 
 
 def observer(folder, net=None, attacks=None, steps=2, optimizer=SGD, **settings):
     net = model() if net is None else net
-    attacks = [BagOfWords()] if attacks is None else attacks
+    attacks = [fedleak.BagOfWords()] if attacks is None else attacks
     arguments, rare = round_settings(settings)
     return federation.RoundObserver(
         copy.deepcopy(net),
@@ -61,7 +58,7 @@ def observer(folder, net=None, attacks=None, steps=2, optimizer=SGD, **settings)
     )
 
 
-class Accounted(GradientNoise):
+class Accounted(fedleak.GradientNoise):
     """Says what it costs."""
 
     epsilon = 0.0
@@ -87,15 +84,15 @@ SLOW = partial(torch.optim.SGD, lr=1e-3)
 
 def test_an_attack_on_trained_weights_is_refused(tmp_path):
     with pytest.raises(ValueError, match="attacks on trained weights read no update of a round"):
-        observer(tmp_path, attacks=[Combined()])
+        observer(tmp_path, attacks=[fedleak.Combined()])
 
 
 def test_a_round_is_read_as_its_own_attacks_read_it(tmp_path):
-    games = Games(targets=3, held_out=texts(5))
+    games = fedleak.Games(targets=3, held_out=texts(5))
     attacks = lambda: [  # noqa: E731
-        BagOfWords(),
-        SubspaceWords(capacity_seconds=0),
-        GradientMembership(texts(), public_rows=8, controls=4),
+        fedleak.BagOfWords(),
+        fedleak.SubspaceWords(capacity_seconds=0),
+        fedleak.GradientMembership(texts(), public_rows=8, controls=4),
     ]
     net, data = model(), batches(4, 2, rows=1, length=5)
     rounds = observer(tmp_path / "b", net, attacks(), optimizer=SLOW, games=games)
@@ -107,7 +104,7 @@ def test_a_round_is_read_as_its_own_attacks_read_it(tmp_path):
     assert look.values["leakage/subspace_words/f1"] > 0.1
 
 
-class Blind(BagOfWords):
+class Blind(fedleak.BagOfWords):
     """Names no word, as an attack does that is broken."""
 
     needs_control = True
@@ -117,7 +114,7 @@ class Blind(BagOfWords):
         return replace(guess, types=guess.types[:0])
 
 
-@pytest.mark.parametrize(("kind", "control"), [(BagOfWords, 1.0), (Blind, 0.0)])
+@pytest.mark.parametrize(("kind", "control"), [(fedleak.BagOfWords, 1.0), (Blind, 0.0)])
 def test_a_client_and_a_sum_have_controls(tmp_path, kind, control):
     """A low number counts as far as the round made again on known words is read."""
     net, data = model(), batches(4, 2)
@@ -137,7 +134,7 @@ def test_a_client_and_a_sum_have_controls(tmp_path, kind, control):
 def test_whole_texts_are_read_off_rounds_of_sgd(tmp_path, momentum):
     make = partial(torch.optim.SGD, lr=0.05, momentum=momentum)
     net, each = tiny_llama(d=32).train(), [batches(seed, 1, length=6) for seed in (4, 5)]
-    attack = SubspaceTexts(budget_seconds=60)
+    attack = fedleak.SubspaceTexts(budget_seconds=60)
     rounds = observer(tmp_path, net, [attack], steps=1, optimizer=make)
     sent = federation.trained_state(net)
     rounds.begin(0, sent)
@@ -172,7 +169,7 @@ def test_what_a_look_finds_only_the_owner_of_the_files_may_read(tmp_path):
 def test_each_client_and_round_has_its_lines(tmp_path):
     net = model()
     probe = Probe()
-    rounds = observer(tmp_path, net, [BagOfWords(), probe])
+    rounds = observer(tmp_path, net, [fedleak.BagOfWords(), probe])
     for round_ in range(2):
         sent = federation.trained_state(net)
         rounds.begin(round_, sent)
@@ -207,7 +204,7 @@ def test_the_board_of_a_client_ends_at_what_its_rounds_have_spent(tmp_path):
     """The last rounds are not looked at."""
     net, data = model(), batches(1, 2)
     account = Accounted(1.0, sigma=1.0)
-    rounds = observer(tmp_path, net, [BagOfWords()], tensorboard=True)
+    rounds = observer(tmp_path, net, [fedleak.BagOfWords()], tensorboard=True)
     for round_ in range(3):
         rounds.begin(round_, federation.trained_state(net))
         account.epsilon = 1.0 + round_
@@ -265,7 +262,9 @@ def test_training_is_not_disturbed(tmp_path):
     plain = train(net, data)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    rounds = observer(tmp_path, net, [BagOfWords(), GradientMembership(texts(), public_rows=4)])
+    rounds = observer(
+        tmp_path, net, [fedleak.BagOfWords(), fedleak.GradientMembership(texts(), public_rows=4)]
+    )
     given = {n: t.clone() for n, t in sent.items()}
     rounds.begin(0, sent)
     rounds.look(plain, batches=data)
@@ -283,7 +282,10 @@ def test_a_server_is_told_what_it_can_know(tmp_path):
         for name, p in net.named_parameters():
             if "lora_B" in name:
                 p.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.1)
-    attacks = lambda: [SubspaceWords(capacity_seconds=0), GradientMembership(texts())]  # noqa: E731
+
+    def attacks():
+        return [fedleak.SubspaceWords(capacity_seconds=0), fedleak.GradientMembership(texts())]
+
     sent, returned = federation.trained_state(net), train(net, data)
     blind = observer(tmp_path / "a", net, attacks(), 1, side="server")
     blind.begin(0, sent)
@@ -334,7 +336,7 @@ def test_what_is_sent_must_be_the_models(tmp_path):
 def test_settings_that_cannot_be_meant_are_refused(tmp_path):
     for settings, said in (
         ({"steps": 0}, "local_steps"),
-        ({"attacks": [FCMembership(layer=1)]}, "a round sends a weight change"),
+        ({"attacks": [fedleak.FCMembership(layer=1)]}, "a round sends a weight change"),
         ({"public_text": texts()}, "attacks='auto'"),
         ({"side": "both"}, "side must be"),
     ):
@@ -344,7 +346,7 @@ def test_settings_that_cannot_be_meant_are_refused(tmp_path):
     with pytest.raises(ValueError, match="empty parameter list"):
         observer(tmp_path, frozen)
     with pytest.raises(TypeError, match="write settings=RoundSettings"):
-        federation.RoundObserver(model(), ADAMW, 1, settings=WatchSettings())
+        federation.RoundObserver(model(), ADAMW, 1, settings=fedleak.WatchSettings())
 
 
 NAMES = ["../../../../escape", "/etc/x", "a/b/c", "x\0y", "é中文", "n" * 300, "", ".", "..", "a\nb",
@@ -438,7 +440,7 @@ def test_what_a_look_raises_ends_no_round_and_is_unknown(tmp_path, caplog, part)
     sent = model()
 
     def observed(folder, callbacks):
-        watch = observer(tmp_path / folder, attacks=[BagOfWords()])
+        watch = observer(tmp_path / folder, attacks=[fedleak.BagOfWords()])
         looks = []
         for round_, callback in enumerate(callbacks):
             rows = batches(round_)
@@ -464,3 +466,224 @@ def test_what_a_look_raises_ends_no_round_and_is_unknown(tmp_path, caplog, part)
     for code, look in zip(targets, looks[1:], strict=False):
         written = any("was written" in text or "was not noted" in text for text in said)
         assert look.unknown or written, f"nobody learns that {code.co_qualname} failed"
+
+
+# What a client reports of its round: its batches, how many steps they made, and at which rate.
+
+
+class Annealing(CausalLMModule):
+    """SGD whose rate falls with each step, as FlowerTune's does with each round."""
+
+    several = False
+
+    def configure_optimizers(self):
+        first, *rest = self.parameters()
+        groups = [{"params": [first], "lr": 0.02}, {"params": rest}]
+        optimizer = torch.optim.SGD(groups if self.several else [first, *rest], lr=0.04)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def reported(tmp_path, module, **trainer):
+    with recording() as result:
+        fit([fedleak.TrainedOn()], tmp_path, module=module, loader=loader(batches(4, 4)), **trainer)
+    return result
+
+
+def test_a_trainer_reports_each_batch_and_each_step_with_its_rate(tmp_path):
+    result = reported(tmp_path / "a", Annealing(model()))
+    assert [len(result), *result.rates] == [4, 0.04, 0.02, pytest.approx(0.04 / 3), 0.01]
+    assert result.learning_rate == pytest.approx(0.04 * (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4)
+    result = reported(tmp_path / "b", Annealing(model()), accumulate_grad_batches=2)
+    assert [len(result), *result.rates] == [4, 0.04, 0.02]
+    several = Annealing(model())
+    several.several = True
+    assert math.isnan(reported(tmp_path / "c", several).learning_rate)
+
+
+def test_a_loop_reports_a_rate_for_each_step_or_for_none():
+    with recording() as result:
+        trained_on("one", step=False)
+        trained_on("two", learning_rate=0.2)
+        assert (list(result), result.rates, result.learning_rate) == (["one", "two"], [0.2], 0.2)
+        trained_on("three")
+        assert math.isnan(result.learning_rate)
+    with recording() as result:
+        trained_on("one")
+    assert result.learning_rate is None
+    trained_on("where nobody looks")
+
+
+def test_the_rate_that_a_client_reports_scales_its_update(tmp_path):
+    """The observer's optimizer knows the first round's rate alone."""
+    net, data = model(), batches(4, 2)
+    slow = partial(torch.optim.SGD, lr=0.01)
+    observed = []
+    for optimizer, rate in ((slow, None), (SGD, 0.01)):
+        probe = Probe()
+        rounds = observer(tmp_path / str(rate), net, [probe], optimizer=optimizer)
+        rounds.begin(0, fedleak.trained_state(net))
+        with recording() as result:
+            for batch in data:
+                trained_on(batch, learning_rate=rate)
+        rounds.look(train(net, data, slow), batches=result)
+        observed.append(probe.seen[0][2])
+    torch.testing.assert_close(*observed)
+
+
+@pytest.mark.parametrize("taken", [1, 3])
+def test_a_round_of_another_length_is_unknown_with_both_numbers(tmp_path, taken):
+    net, data = model(), batches(4, taken)
+    rounds = observer(tmp_path, net, steps=2)
+    sent = fedleak.trained_state(net)
+    rounds.begin(0, sent)
+    returned = train(net, data)
+    look = rounds.look(returned, batches=data)
+    assert math.isnan(look.values[F1])
+    why = look.unknown["leakage/bag_of_words"]
+    assert f"took {taken} steps" in why
+    assert "local_steps=2" in why
+    assert not math.isnan(
+        rounds.look(returned, SUM, batches=data).now[f"leakage_aggregate{F1[7:]}"]
+    )
+
+
+def test_accumulated_batches_are_one_step(tmp_path):
+    net, data = model(), batches(4, 4)
+    rounds = observer(tmp_path, net, steps=2)
+    rounds.begin(0, fedleak.trained_state(net))
+    local = copy.deepcopy(net)
+    stepping = SGD(local.parameters())
+    with recording() as result:
+        for number, batch in enumerate(data):
+            trained_on(batch, step=number % 2 == 1)
+            (local(**batch).loss / 2).backward()
+            if number % 2:
+                stepping.step()
+                stepping.zero_grad()
+    assert rounds.look(fedleak.trained_state(local), batches=result).values[F1] > 0.8
+
+
+# ---- training in other threads and processes ----------------------------------------------------
+
+
+@pytest.fixture
+def hand_over(tmp_path):
+    listening = HandOver(tmp_path / "steps")
+    listening.open()
+    yield listening
+    listening.close()
+
+
+def test_a_process_s_batches_are_handed_over_in_private_files(hand_over, monkeypatch):
+    """Two processes of one client, of which this one is neither."""
+    folder, ids = hand_over.folder, torch.arange(6).view(2, 3)
+    monkeypatch.setattr(hand_over, "process", -1)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(reports, "_SENDER", reports._Sender())
+        trained_on({"input_ids": ids, "labels": ids, "names": ["a", "b"]}, step=False)
+        trained_on([ids.bfloat16().T, (1, None)], learning_rate=0.5)
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            trained_on({"what": object()})
+    files = sorted(folder.iterdir())
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    result = hand_over.take()
+    first, second = result[:2], result[2:]
+    for named in first:  # of both processes, in the order of their steps
+        assert torch.equal(named["input_ids"], ids)
+        assert named["names"] == ["a", "b"]
+    for listed in second:
+        assert torch.equal(listed[0], ids.bfloat16().T)
+        assert tuple(listed[1]) == (1, None)
+    assert result.rates == [0.5]  # one optimizer step of two processes
+    assert not list(folder.iterdir())
+
+
+def test_a_broken_report_fails_once(hand_over):
+    (hand_over.folder / "0.safetensors").touch(mode=0o600)
+    with pytest.raises(SafetensorError):
+        hand_over.take()
+    assert not hand_over.take()
+
+
+def test_closing_removes_what_a_killed_process_left_and_cannot_fail(tmp_path, recwarn):
+    listening = HandOver(tmp_path / "steps")
+    listening.open()
+    half = "000000000.0.7.safetensors"
+    for name in (f".{half}.deadbeef", f"{half}", "000000001.1.8.safetensors"):
+        (listening.folder / name).write_bytes(b"a piece of a private batch")
+    os.chmod(listening.folder / half, 0o644)
+    listening.close()
+    assert not listening.folder.exists()
+    assert not recwarn.list
+    HandOver(tmp_path / "steps").close()  # which was never opened
+
+    listening.open()
+    (listening.folder / "notes.txt").write_text("of somebody else")
+    (listening.folder / half).mkdir()
+    with pytest.warns(UserWarning, match=f"stays, with '{half}, notes.txt'"):
+        listening.close()
+    assert reports.FOLDER not in os.environ
+    (listening.folder / "notes.txt").unlink()
+    (listening.folder / half).rmdir()
+    listening.open()
+    listening.folder.rmdir()
+    listening.close()
+
+
+def test_a_file_that_others_may_read_fails_once(hand_over):
+    path = hand_over.folder / "0.safetensors"
+    path.touch(mode=0o644)
+    with pytest.raises(ValueError, match="other users may access it"):
+        hand_over.take()
+    assert not hand_over.take()
+
+
+def test_a_process_that_trains_on_writes_nothing_where_nobody_receives(tmp_path, monkeypatch):
+    monkeypatch.setenv(reports.FOLDER, str(tmp_path / "steps"))
+    trained_on({"input_ids": torch.arange(6).view(2, 3)})
+    assert not (tmp_path / "steps").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="it needs fork")
+def test_no_piece_of_a_batch_stays_after_kills_at_drawn_moments(tmp_path):
+    draws = random.Random(1)
+    for number in range(5):
+        listening = HandOver(tmp_path / str(number))
+        listening.open()
+        child = os.fork()
+        if child == 0:
+            while True:
+                trained_on({"pixel_values": torch.zeros(8, 3, 224, 224)})
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not list(listening.folder.glob("*.safetensors")):
+            time.sleep(0.002)
+        time.sleep(draws.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        listening.close()
+        assert not listening.folder.exists()
+
+
+def test_two_clients_in_one_process_are_refused(hand_over, tmp_path):
+    with pytest.raises(RuntimeError, match="run each in a separate process"):
+        HandOver(tmp_path / "another").open()
+
+
+def test_a_trainer_of_transformers_reports_its_batches_and_rates(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": b["input_ids"][0], "labels": b["labels"][0]} for b in batches(5, 8)]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, report_to=[], use_cpu=True, learning_rate=0.1,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model(), arguments, train_dataset=rows)
+    report_batches(trainer)
+    with recording() as result:
+        trainer.train()
+    assert [len(result), *result.rates] == [4, 0.1, pytest.approx(0.05)]
+    assert sorted(row.tolist() for batch in result for row in batch["input_ids"]) == sorted(
+        row["input_ids"].tolist() for row in rows
+    )

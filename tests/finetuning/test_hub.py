@@ -1,7 +1,5 @@
 """What is asked of the hub, where there is none; servers and closed ports of this machine only."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

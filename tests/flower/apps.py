@@ -1,7 +1,5 @@
 """The apps of a tiny federation, as users of Flower write them; imported by its workers too."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable

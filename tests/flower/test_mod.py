@@ -1,7 +1,5 @@
 """The mod and the strategies, on Flower's own messages, without an engine."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import gc

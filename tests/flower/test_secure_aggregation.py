@@ -1,7 +1,5 @@
 """Flower's own SecAgg+ with a mod that looks before it masks, played out in this process."""
 
-from __future__ import annotations
-
 import copy
 import io
 import runpy
@@ -203,11 +201,7 @@ def close(outcome, want):
 def form(reply: Message):
     """All that tells one reply from another, but for the masked numbers."""
     return [
-        (
-            name,
-            sorted(record),
-            [len(v) if isinstance(v, list) else v for v in record.values()],
-        )
+        (name, sorted(record), [len(v) if isinstance(v, list) else v for v in record.values()])
         for name, record in sorted(reply.content.items())
     ]
 

@@ -1,7 +1,5 @@
 """Federations on Flower's simulation: clients in workers of Ray."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

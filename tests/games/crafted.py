@@ -4,8 +4,6 @@
 what :meth:`~lightning_fedleak.attacks.MembershipAttack.gradient` computes without it.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Cases that each of two processes runs, and what each process found."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Commands of ``fedleak`` with settings instead of words."""
 
-from __future__ import annotations
-
 import importlib
 import io
 from argparse import Namespace

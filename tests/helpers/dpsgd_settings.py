@@ -1,7 +1,5 @@
 """Arguments of DPSGD for tests that vary one setting."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

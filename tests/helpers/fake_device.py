@@ -16,8 +16,6 @@ that the numbers lie in; so results are those of the CPU, to the bit. As on a GP
   either way) is counted: these are the ones that ``torch.cuda.set_sync_debug_mode`` reports.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -76,7 +74,7 @@ class There(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, held: Tensor, requires_grad: bool = False) -> There:
+    def __new__(cls, held: Tensor, requires_grad: bool = False) -> "There":
         made: There = Tensor._make_wrapper_subclass(
             cls,
             held.shape,
@@ -93,7 +91,7 @@ class There(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"There({self.held!r})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> There:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "There":
         if id(self) not in memo:
             copied = There(self.held.clone(), self.requires_grad)
             memo[id(self)] = nn.Parameter(copied) if isinstance(self, nn.Parameter) else copied
@@ -147,7 +145,7 @@ _there: dict[int, torch.Generator] = {}
 class _Generator(torch.Generator):
     """One that says where it lies."""
 
-    def __new__(cls, device: Any = None) -> _Generator:
+    def __new__(cls, device: Any = None) -> "_Generator":
         made = super().__new__(cls)
         if device is not None and torch.device(device) == DEVICE:
             _there[made._cdata] = made
@@ -190,7 +188,7 @@ class FakeDevice(TorchDispatchMode):
         self.synchronisations: Counter[str] = Counter()
         self.without_float64 = without_float64
 
-    def __enter__(self) -> FakeDevice:
+    def __enter__(self) -> "FakeDevice":
         self._patches = ExitStack()
         for place, name, made in (
             (torch, "tensor", _from_data(torch.tensor)),

@@ -1,7 +1,5 @@
 """The Gaussian mechanism in closed form."""
 
-from __future__ import annotations
-
 import math
 
 from scipy.special import log_ndtr

@@ -1,7 +1,5 @@
 """This machine's own GPU, with what tests ask of the fake device."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from contextlib import ExitStack
@@ -30,7 +28,7 @@ class Gpu:
         waits = (str(warning.message) for warning in self._warnings)
         return Counter("waits" for wait in waits if "synchronizing CUDA operation" in wait)
 
-    def __enter__(self) -> Gpu:
+    def __enter__(self) -> "Gpu":
         torch.zeros(1, device=DEVICE)
         self._stack = ExitStack()
         self._warnings = self._stack.enter_context(warnings.catch_warnings(record=True))

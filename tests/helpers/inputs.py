@@ -1,7 +1,5 @@
 """What a defence or a model is given in tests: the context of a run, and texts with padding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -32,8 +30,4 @@ def padded_text(
 def padded_batch(seed: int = 1, b: int = 4, length: int = 7) -> dict[str, Tensor]:
     """Return such a text as a batch, whose padding is no label."""
     ids, mask = padded_text(b, length, seed=seed)
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "labels": ids.masked_fill(mask == 0, -100),
-    }
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}

@@ -1,7 +1,5 @@
 """The exact distribution of what a randomizer of tokens returns."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

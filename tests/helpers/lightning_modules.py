@@ -1,7 +1,5 @@
 """A user's LightningModule and a loader of random tokens."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import lightning as L

@@ -1,7 +1,5 @@
 """A plain training loop under a watch: what it logs, and the state that it ends in."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """What cells measure in tests; imported by their processes, so it imports nothing large."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

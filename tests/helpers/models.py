@@ -1,7 +1,5 @@
 """Tiny random Hugging Face models, built from config without touching the global RNG."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

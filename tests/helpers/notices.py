@@ -1,7 +1,5 @@
 """What gates say in the log, as ``pytest.warns`` has it for warnings."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator

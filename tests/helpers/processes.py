@@ -1,7 +1,5 @@
 """Modules in processes of their own; two gloo processes of one, as a launcher would start them."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json

@@ -1,7 +1,5 @@
 """Arguments of a face by name, the rare ones grouped."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any

@@ -1,7 +1,5 @@
 """A LightningModule that FSDP2 shards, and what it shards made whole."""
 
-from __future__ import annotations
-
 import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

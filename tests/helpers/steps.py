@@ -1,7 +1,5 @@
 """Training steps written by hand, and channels that read them without a training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What an attack on words has named at each look, and how well it agrees with the truth."""
 
-from __future__ import annotations
-
 from lightning_fedleak.attacks import SubspaceWords
 from lightning_fedleak.attacks.base import Query, WordGuess
 from lightning_fedleak.model.snapshots import Observation, Stage

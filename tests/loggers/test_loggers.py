@@ -1,7 +1,5 @@
 """What W&B, MLflow and Trackio have of a run, all of them offline; see ``make test-loggers``."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """Rates of words and of membership: scikit-learn, brute force, simulation of the games."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Exact statements about a released model, also within one look, by brute force."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

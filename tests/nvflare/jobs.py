@@ -1,7 +1,5 @@
 """What a job of the tests holds: makers that a job names by a path, and a job in one process."""
 
-from __future__ import annotations
-
 import copy
 import os
 from pathlib import Path

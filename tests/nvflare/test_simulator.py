@@ -1,7 +1,5 @@
 """The example in NVFlare's simulator: one script in a thread, and one in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 ``benchmarks/defenses/accounting.py --proof`` is the long form.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import scipy.stats

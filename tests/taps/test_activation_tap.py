@@ -1,5 +1,7 @@
-from __future__ import annotations
+""""""
 
+import hashlib
+import importlib.util
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -7,15 +9,24 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from lightning_fedleak import private_files
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.anatomy.blocks import states_out, text_blocks
+from lightning_fedleak.model.batches import TokenBatch, read_batch
+from lightning_fedleak.model.snapshots import UnusableObservation
+from lightning_fedleak.model.taps import Text, candidate_log_probs, pool_digest, tokens
 from lightning_fedleak.model.taps.activations import ActivationTap, ChangedInPlace
+from lightning_fedleak.model.taps.calls import ModelCalls, arguments_of, crosses
 from lightning_fedleak.model.taps.hooks import taps_paused
 from tests.helpers import models
 from tests.helpers.inputs import padded_batch as batch
+from tests.helpers.models import tiny_bert_mlm, tiny_gpt2, tiny_llama
+from tests.test_batches import block_diagonal, flattened
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: models.tiny_gpt2(layers=3),
@@ -318,3 +329,212 @@ def test_the_first_hook_reads_what_later_ones_rewrite(layer: int) -> None:
     for tap in taps:
         tap.close()
     assert len(block._forward_hooks) + len(block._forward_pre_hooks) == 1
+
+
+# Whether packed documents attend to each other, tried on the call that a step made.
+
+
+CALLS_MODELS = {
+    "llama": tiny_llama,
+    "gpt2": lambda: tiny_gpt2(dropout=0.1),
+    "bert": lambda: tiny_bert_mlm(dropout=0.1),
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "no cache": {"use_cache": False},
+    "with a mask of padding": {"use_cache": False, "attention_mask": torch.ones(1, 10).long()},
+    "block-diagonal": {"attention_mask": block_diagonal()},
+}
+
+
+def gradient_crosses(model: nn.Module, call: dict[str, Any], batch: TokenBatch) -> bool:
+    """Whether the last document's hidden states have a gradient in the others' embeddings."""
+    model.eval()
+    inputs = {k: v for k, v in call.items() if k not in ("input_ids", "labels")}
+    embedded = model.get_input_embeddings()(batch.input_ids).detach().requires_grad_()  # type: ignore[operator]
+    states = model(inputs_embeds=embedded, output_hidden_states=True, **inputs).hidden_states[-1]
+    last = batch.documents == batch.documents.max()  # type: ignore[union-attr]
+    (gradient,) = torch.autograd.grad(states[last].square().sum(), embedded)
+    return bool((gradient[~last] != 0).any())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", CALLS_MODELS)
+def test_it_is_what_the_gradient_says(name: str, call: str, attention: str) -> None:
+    model = CALLS_MODELS[name]()
+    model.set_attn_implementation(attention)
+    arguments = {**flattened(), **CALLS[call]}
+    if name == "bert":
+        arguments.pop("use_cache", None)
+    if call == "block-diagonal" and attention == "eager":
+        hidden = ~arguments["attention_mask"]
+        arguments["attention_mask"] = torch.zeros(hidden.shape).masked_fill(hidden, -1e9)
+    batch = read_batch(arguments, "masked" if name == "bert" else "causal")
+    calls = ModelCalls(find_anatomy(model))
+    calls.arm()
+    model.train()(**arguments).loss.backward()
+    with torch.no_grad():
+        model(input_ids=batch.input_ids)  # an evaluation in between
+    [seen] = calls.calls
+    calls.close()
+    found = crosses(find_anatomy(model), batch, seen)
+    assert model.training
+    assert found == gradient_crosses(model, arguments, batch)
+    if call == "as it comes":
+        assert found  # causal models make a cache, and BERT passes no positions on
+    if call == "block-diagonal":
+        assert not found
+
+
+def test_what_cannot_be_tried_is_said() -> None:
+    model = tiny_llama()
+    batch = read_batch(flattened(), "causal")
+    embedded = model.get_input_embeddings()(batch.input_ids)
+    for call, why in (
+        ({"inputs_embeds": embedded}, "not on the batch's input_ids"),
+        ({"input_ids": batch.input_ids, "past_key_values": object()}, "cannot be repeated"),
+        ({"input_ids": batch.input_ids, "cache": object()}, "cannot be repeated"),
+    ):
+        with pytest.raises(UnusableObservation, match=why):
+            crosses(find_anatomy(model), batch, call)
+
+
+def test_arguments_get_the_names_of_the_model_that_is_called() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    ids, mask = torch.ones(1, 3).long(), torch.zeros(1, 3)
+    model = tiny_llama()
+    assert arguments_of(model, (ids, mask), {"labels": ids}).keys() == {
+        "input_ids", "attention_mask", "labels",
+    }  # fmt: skip
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    third = list(arguments_of(adapted, (ids, mask, mask), {}))[2]
+    assert third == "inputs_embeds"
+
+
+# Candidates after a cached context, against whole forwards in float64.
+
+
+class Plain(nn.Module):
+    """A model of one's own, without a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embedding(input_ids).cumsum(1))
+
+
+class Blind(LlamaForCausalLM):
+    """A model that lets each token see all before it, whatever it is told."""
+
+    def forward(
+        self, *args: Any, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
+    ) -> Any:
+        return super().forward(*args, past_key_values=past_key_values, **kwargs)
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    if name == "plain":
+        return Plain()
+    if name in ("llama", "blind"):
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+        kind = Blind if name == "blind" else LlamaForCausalLM
+        return kind(LlamaConfig(vocab_size=50, num_hidden_layers=2, **sizes))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_head=2, n_layer=2))
+    if name == "lora":
+        return get_peft_model(
+            model, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        )
+    if name == "prompt":
+        return get_peft_model(
+            model, PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
+        )
+    return model
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "blind", "lora", "prompt", "plain"])
+def test_sums_are_those_of_whole_forwards(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "MAX_NODES", 5)
+    model = model_of(name).train()
+    context = torch.tensor([1, 7, 4, 9])
+    values = [torch.randint(50, (n,)) for n in (3, 1, 3, 2, 3, 3, 1, 3)]
+    state = torch.get_rng_state()
+    log_probs, greedy = candidate_log_probs(find_anatomy(model), context, values)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    model = model.eval().double()
+    for value, log_prob in zip(values, log_probs.tolist(), strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.cat([context, value])[None])
+        logits = getattr(logits, "logits", logits)[0, -len(value) - 1 : -1].log_softmax(1)
+        assert log_prob == pytest.approx(float(logits.gather(1, value[:, None]).sum()), abs=1e-4)
+    written = list[int]()
+    for _ in range(3):
+        with torch.no_grad():
+            logits = model(input_ids=torch.cat([context, torch.tensor(written).long()])[None])
+        written.append(int(getattr(logits, "logits", logits)[0, -1].argmax()))
+    values[0] = torch.tensor(written)
+    assert candidate_log_probs(find_anatomy(model), context, values)[1]
+    values[0] = torch.tensor([*written[:2], (written[2] + 1) % 50])
+    assert not candidate_log_probs(find_anatomy(model), context, values)[1]
+    assert not greedy
+
+
+@pytest.mark.parametrize("first", [[1], [1, 5, 5, 5]])
+def test_a_model_that_ignores_the_mask_is_found_at_the_first_branch(first, monkeypatch) -> None:
+    """Before it there are a forward without a prefix, or with one branch only."""
+    monkeypatch.setattr(tokens, "MAX_NODES", 2)
+    model, context = model_of("blind"), torch.tensor([1, 7, 4, 9])
+    values = [torch.tensor(ids) for ids in (first, [2, 3, 4, 5], [3, 9], [4, 9])]
+    log_probs, _ = candidate_log_probs(find_anatomy(model), context, values)
+    for value, log_prob in zip(values, log_probs.tolist(), strict=True):
+        with torch.no_grad():
+            logits = model.eval()(input_ids=torch.cat([context, value])[None]).logits[0]
+        scores = logits[-len(value) - 1 : -1].log_softmax(1)
+        assert log_prob == pytest.approx(float(scores.gather(1, value[:, None]).sum()), abs=1e-4)
+
+
+def test_a_candidates_place_changes_nothing() -> None:
+    anatomy = find_anatomy(model_of("llama"))
+    values = [torch.tensor([n, n + 1]) for n in range(40)]
+    context = torch.tensor([1, 2, 3])
+    log_probs, _ = candidate_log_probs(anatomy, context, values)
+    order = torch.randperm(40)
+    shuffled, _ = candidate_log_probs(anatomy, context, [values[n] for n in order.tolist()])
+    assert torch.equal(shuffled, log_probs[order])
+
+
+# A published name of a pool of texts lets nobody test a guess of the texts or of the members.
+
+
+def pool(*pins: int) -> list[Text]:
+    return [Text(torch.tensor([5, 6, pin]), torch.tensor([5, 6, pin])) for pin in pins]
+
+
+def test_a_pool_has_one_name_in_any_order_and_another_pool_has_another() -> None:
+    members = torch.tensor([True, False, True])
+    name = pool_digest(pool(1, 2, 3), members)
+    order = torch.tensor([2, 0, 1])
+    assert pool_digest([pool(1, 2, 3)[n] for n in order.tolist()], members[order]) == name
+    assert pool_digest(pool(1, 2, 4), members) != name
+    assert pool_digest(pool(1, 2, 3), ~members) != name
+
+
+def test_the_name_is_no_hash_that_others_can_compute() -> None:
+    """Neither by the formula without a key, nor by this package in another process."""
+    texts, members = pool(4711), torch.tensor([True])
+    row = hashlib.sha256(texts[0].content + b"\1").digest()
+    name = pool_digest(texts, members)
+    assert name == private_files.name_content(row)
+    for content in (row, texts[0].content):
+        assert name != hashlib.sha256(content).hexdigest()[:16]
+    spec = importlib.util.find_spec(private_files.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    again = importlib.util.module_from_spec(spec)  # what a second process has
+    spec.loader.exec_module(again)
+    assert again.name_content(row) != name

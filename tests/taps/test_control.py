@@ -1,29 +1,46 @@
 """The gradient of a control against the gradient of the step it repeats, and its words."""
 
-from __future__ import annotations
-
 import copy
+import io
+import pickle
+import zlib
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import (
-    LlamaConfig,
-    LlamaForSequenceClassification,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForSequenceClassification
 
+from lightning_fedleak import DPSGD, ActivationNoise, BagOfWords, DefendedStrategy
 from lightning_fedleak.model import taps
-from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.anatomy import backbone_of, find_anatomy
 from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.model_state import HOOKS, Hook
 from lightning_fedleak.model.snapshots import Stage, UnusableObservation
 from lightning_fedleak.model.taps.control import is_uneven
 from lightning_fedleak.model.taps.graph import GraphTap, read_call
+from lightning_fedleak.model.taps.last_states import (
+    _HeadMap,
+    capped,
+    fit_temperature,
+    logit_cap,
+    read_states,
+)
 from lightning_fedleak.model.taps.rounds import plain_call
+from lightning_fedleak.model.taps.step import ModelCall
+from lightning_fedleak.model.taps.tokens import Text, compressed_bytes, texts_in, token_log_probs
+from lightning_fedleak.trainers import Watch
+from tests.callbacks.runs import Probe, fit, monitor_with
+from tests.helpers.models import tiny_gpt2
 from tests.taps.test_graph import (
     ANSWER_LABELS,
     CAUSAL,
@@ -34,10 +51,13 @@ from tests.taps.test_graph import (
     MASK,
     PADDED,
     SMALL,
+    TEXTS,
     HeadOnPrefixes,
     bert,
     calls_of,
+    ids_of,
     llama,
+    soft_loss,
     t5,
 )
 
@@ -410,3 +430,361 @@ def test_a_part_stays_whole_where_an_argument_is_not_that_of_each_token() -> Non
 def test_sizes_of_classes_are_uneven_and_those_of_a_first_step_are_not() -> None:
     assert not is_uneven(calls_of(llama().train(), HARD["plain"][0]))
     assert is_uneven(calls_of(llama().train(), HARD["class weights"][0]))
+
+
+# Labels of losses that never call the output head, against truths written by hand.
+
+
+class Fused:
+    """A model's forward that multiplies by the head's matrix, as fused losses do in chunks."""
+
+    def __init__(self, model: nn.Module, temperature: float = 1.0) -> None:
+        self.anatomy, self.temperature = find_anatomy(model), temperature
+
+    def __call__(
+        self, input_ids: Tensor, labels: Tensor | None = None, logits_to_keep: int = 0, **call: Any
+    ) -> SimpleNamespace:
+        backbone, head = backbone_of(self.anatomy), self.anatomy.head
+        assert backbone is not None
+        states = backbone(input_ids=input_ids, **call).last_hidden_state
+        cap = logit_cap(self.anatomy)
+        logits = capped(functional.linear(states[:, -logits_to_keep:], head.weight), cap)
+        logits, loss = logits / self.temperature, None
+        if labels is not None:
+            loss = functional.cross_entropy(
+                logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
+            )
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+def read_fused(model, loss, temperature=1.0) -> list[ModelCall]:
+    """Return the calls of a step with a fused loss, whose gradients stay in the parameters."""
+    fused = Fused(model.train(), temperature)
+    return calls_of(model, lambda _: loss(fused), temperature)
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_a_fused_loss_shows_the_same_labels(family: str) -> None:
+    model = CAUSAL[family]()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter += 0.1
+    for name, (loss, labels) in HARD.items():
+        reads = read_fused(model, loss)
+        batches = [read.batch for read in reads]
+        truth = labels[:, 1:][labels[:, 1:] != -100]
+        assert ids_of(batches) == sorted(truth.tolist()), name
+        assert not any(b.preferences or b.soft_labels for b in batches), name
+        if name != "entropy" and "bf16" not in family:
+            check_gradient(model, reads, 1e-3)
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_rejected_texts_of_one_fused_call_have_the_other_sign(family: str) -> None:
+    def loss(model: Any) -> Tensor:
+        logits = model(input_ids=IDS).logits[:, :-1].float().log_softmax(-1)
+        each = logits.gather(2, IDS[:, 1:, None])[..., 0].sum(1)
+        return -functional.logsigmoid(0.1 * (each[:2] - each[2:])).mean()
+
+    [read] = read_fused(CAUSAL[family](), loss)
+    assert read.batch.preferences
+    signs = read.placed.rows.sizes.view(TEXTS, -1).sign()
+    assert bool((signs[:2, :-1] == 1).all())
+    assert bool((signs[2:, :-1] == -1).all())
+    assert ids_of([read.batch]) == sorted(IDS[:, 1:].flatten().tolist())
+
+
+def test_soft_targets_of_a_fused_loss_are_unknown() -> None:
+    [read] = read_fused(llama(), soft_loss)
+    assert read.batch.soft_labels
+
+
+def test_labels_that_are_not_the_next_ids_are_searched() -> None:
+    """Neither the ids nor a batch shows them; every row is searched."""
+    labels = IDS.flip(0)
+
+    def loss(model: Any) -> Tensor:
+        logits = model(input_ids=IDS).logits[:, :-1].float()
+        return functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+    [read] = read_fused(llama(), loss)
+    assert torch.equal(read.batch.labels[:, 1:], labels[:, 1:])
+
+
+def test_calls_without_a_graph_are_no_calls_of_the_step() -> None:
+    """A reference model's, generation's: under ``no_grad``."""
+
+    def loss(model: Any) -> Tensor:
+        with torch.no_grad():
+            model(input_ids=IDS.flip(0))
+        return HARD["plain"][0](model)
+
+    [read] = read_fused(llama(), loss)
+    assert torch.equal(read.batch.input_ids, IDS)
+
+
+def trained_gpt2() -> nn.Module:
+    """Return a model whose predictions are far from uniform, so that a temperature matters."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=200, n_embd=32, n_layer=1, n_head=2))
+    with torch.no_grad():
+        model.transformer.ln_f.weight.mul_(30)
+    return model
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_a_temperature_is_given_or_fitted(temperature: float) -> None:
+    ids = torch.randint(0, 200, (4, 16), generator=torch.Generator().manual_seed(2))
+    model, found = trained_gpt2().eval(), []
+    for expected in (temperature, 1.0):
+        anatomy = find_anatomy(model)
+        tap = GraphTap(anatomy, expected)
+        model.zero_grad()
+        tap.arm()
+        Fused(model, temperature)(input_ids=ids, labels=ids).loss.backward()
+        [call] = tap.take()
+        tap.close()
+        read = read_call(call, "causal")
+        found.append(call.heads[0].temperature)
+        assert ids_of([read.batch]) == sorted(ids[:, 1:].flatten().tolist())
+    assert found == [temperature, pytest.approx(temperature, rel=2e-3)]
+
+
+# ---- rows, drawn -------------------------------------------------------------------------------
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor, _HeadMap, Tensor, Tensor]:
+    """Draw hidden states, their gradient, a head, labels and weights, in float64."""
+    n, d, v = draw(st.integers(1, 8)), draw(st.integers(24, 40)), draw(st.integers(50, 90))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    states = torch.randn(n, d, generator=generator).double().requires_grad_()
+    weight = torch.randn(v, d, generator=generator) * draw(st.sampled_from([0.05, 0.2]))
+    bias = torch.randn(v, generator=generator) if draw(st.booleans()) else None
+    cap = draw(st.sampled_from([None, 2.0]))
+    head = _HeadMap(weight, bias, cap, draw(st.sampled_from([1.0, 0.7])))
+    labels = torch.randint(0, v, (n,), generator=generator)
+    weights = torch.rand(n, generator=generator) + 0.05
+    weights *= torch.where(torch.rand(n, generator=generator) < 0.4, -1, 1)
+    logits = functional.linear(states, weight.double(), None if bias is None else bias.double())
+    logits = capped(logits, head.cap) / head.temperature
+    smoothing = draw(st.sampled_from([0.0, 0.1]))
+    each = functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+    (gradient,) = torch.autograd.grad((each * weights).sum(), states)
+    return states.detach().float(), gradient.float(), head, labels, weights
+
+
+@given(rows(), st.booleans())
+@settings(max_examples=100)
+def test_rows_of_any_loss(case, are_given) -> None:
+    states, gradient, head, labels, weights = case
+    read = read_states(states, gradient, head, [labels] if are_given else [])
+    assert torch.equal(read.labels, labels)
+    assert torch.equal(read.is_rejected, weights < 0)
+    assert not bool(read.is_soft.any())
+    # The gradient is made again from what was read, by autograd.
+    leaf = states.clone().requires_grad_()
+    logits = capped(functional.linear(leaf, head.weight, head.bias), head.cap)
+    q = (logits.detach() / head.temperature).scatter(1, labels[:, None], -torch.inf).softmax(1)
+    entries = q * read.other_sums[:, None] - read.shifts[:, None]
+    logits.backward(entries.scatter(1, labels[:, None], -read.sizes[:, None]))
+    torch.testing.assert_close(
+        leaf.grad, gradient, rtol=2e-3, atol=2e-3 * float(gradient.abs().max())
+    )
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_label_whose_row_of_the_head_is_zero(cap: float | None) -> None:
+    """The token that pads has such a row where the head is tied, and a trainer may write it."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(4, 24, generator=generator).requires_grad_()
+    weight = (0.2 * torch.randn(50, 24, generator=generator)).index_fill(0, torch.tensor(0), 0.0)
+    labels, weights = torch.tensor([0, 3, 0, 7]), torch.tensor([0.5, 0.5, -0.5, 0.5])
+    logits = capped(functional.linear(states, weight), cap)
+    each = functional.cross_entropy(logits, labels, reduction="none")
+    (gradient,) = torch.autograd.grad((each * weights).sum(), states)
+    read = read_states(states.detach(), gradient, _HeadMap(weight, None, cap), [labels])
+    assert torch.equal(read.labels, labels)
+    assert torch.equal(read.is_rejected, weights < 0)
+    expected = weights * (1 - (-each.detach()).exp())
+    torch.testing.assert_close(read.sizes, expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(read.other_sums, expected, rtol=1e-3, atol=1e-5)
+    read = read_states(states.detach(), gradient, _HeadMap(weight, None, cap), [labels * 0])
+    assert torch.equal(read.labels, labels)
+    assert read_states(states.detach(), gradient, _HeadMap(weight, None, cap)).is_soft.sum() == 2
+
+
+@given(rows(), st.integers(0, 2**20))
+@settings(max_examples=100)
+def test_a_false_label_is_not_believed(case, seed) -> None:
+    states, gradient, head, labels, _ = case
+    generator = torch.Generator().manual_seed(seed)
+    false = torch.randint(0, len(head.weight), labels.shape, generator=generator)
+    assert torch.equal(read_states(states, gradient, head, [false]).labels, labels)
+
+
+def test_no_temperature_is_taken_that_explains_no_labels() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states, gradient = torch.randn(2, 8, 32, generator=generator)
+    head = _HeadMap(torch.randn(100, 32, generator=generator))
+    assert fit_temperature(states, gradient, head) is head
+    assert bool(read_states(states, gradient, head).is_soft.all())
+
+
+# A copy of the model that is made within a step holds nothing of the step, and records nothing.
+
+
+def loaded(model: nn.Module) -> Any:
+    """Return the model that a file of it gives."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+def averaged(model: nn.Module) -> Any:
+    return torch.optim.swa_utils.AveragedModel(model).module
+
+
+COPIES: list[Callable[[nn.Module], Any]] = [copy.deepcopy, loaded, averaged]
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    return [h for m in model.modules() for name in HOOKS for h in getattr(m, name).values()]
+
+
+def train_copy(model, copied, ids, other_ids) -> None:
+    """Train a copy of the model in the middle of a step on other texts."""
+    assert any(isinstance(hook, Hook) for hook in hooks_of(model))
+    stored = pickle.dumps(model)
+    assert ids[0].numpy().tobytes() not in stored
+    assert b"lightning_fedleak" not in stored
+    other = copied(model)
+    assert not any(isinstance(hook, Hook) for hook in hooks_of(other))
+    other(input_ids=other_ids, labels=other_ids).loss.backward()
+
+
+def measured(folder: Path, copied: Callable[[nn.Module], Any] | None) -> dict[str, float]:
+    """Return what two looks measure, with copies that train in the middle of their steps."""
+    torch.manual_seed(7)
+    model = tiny_gpt2(tied=False, dropout=0.0).train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    generator = torch.Generator().manual_seed(2)
+    with Watch(model, optimizer, BagOfWords(), folder=folder, every_n_steps=1) as watch:
+        for _ in range(2):
+            ids, other_ids = torch.randint(3, 60, (2, 4, 9), generator=generator)
+            with watch.step({"input_ids": ids, "labels": ids}):
+                loss = model(input_ids=ids, labels=ids).loss
+                if copied is not None:
+                    train_copy(model, copied, ids, other_ids)
+                loss.backward()
+                if copied is not None:
+                    train_copy(model, copied, ids, other_ids)
+                optimizer.step()
+                optimizer.zero_grad()
+    return {n: v for n, v in watch.latest.items() if "seconds" not in n}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_within_a_step_holds_no_ids_and_records_nothing(tmp_path, copied) -> None:
+    assert measured(tmp_path / "a", copied) == measured(tmp_path / "b", None)
+
+
+def test_a_copy_of_a_defended_model_holds_no_defence(tmp_path: Path) -> None:
+    found = []
+
+    class Copies(L.Callback):
+        def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            model = pl_module.model
+            found.append((len(hooks_of(model)), pickle.dumps(model), copy.deepcopy(model)))
+
+    defenses = [DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3), ActivationNoise(1, sigma=1.0)]
+    strategy = DefendedStrategy("auto", defenses=defenses)
+    fit([monitor_with([Probe()]), Copies()], tmp_path, strategy=strategy, max_steps=1)
+    assert len(found) == 1
+    n_hooks, stored, model = found[0]
+    assert n_hooks > 10
+    assert b"lightning_fedleak" not in stored
+    assert not any(isinstance(hook, Hook) for hook in hooks_of(model))
+
+
+# What a model says of each token, against a slow loop in float64.
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_embd=16, n_head=2, n_layer=2, n_positions=64)
+    return GPT2LMHeadModel(config).train()
+
+
+def some_texts(*lengths: int) -> list[Text]:
+    generator = torch.Generator().manual_seed(1)
+    texts = []
+    for length in lengths:
+        ids = torch.randint(50, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: length // 3] = -100
+        texts.append(Text(ids, labels))
+    return texts
+
+
+def test_every_number_is_that_of_a_slow_loop(model: GPT2LMHeadModel) -> None:
+    texts = some_texts(30, 7, 12, 30, 3)
+    snapshot = token_log_probs(find_anatomy(model), texts)
+    exact = GPT2LMHeadModel(model.config).double().eval()
+    exact.load_state_dict(model.double().state_dict())
+    model.float()
+    for row, text in enumerate(texts):
+        logits = exact(text.ids[None]).logits[0]
+        for place in range(1, len(text.ids)):
+            column = place - 1
+            counted = int(text.labels[place]) != -100
+            assert bool(snapshot.labels[row, column]) == counted
+            if not counted:
+                assert float(snapshot.log_probs[row, column]) == 0
+                continue
+            log_p = logits[place - 1].log_softmax(0)
+            p = log_p.exp()
+            mean = (p * log_p).sum()
+            deviation = (p * (log_p - mean) ** 2).sum().sqrt()
+            target = text.ids[place]
+            numbers = (snapshot.log_probs, snapshot.means, snapshot.deviations)
+            for actual, expected in zip(numbers, (log_p[target], mean, deviation), strict=True):
+                torch.testing.assert_close(
+                    actual[row, column].double(), expected.detach(), atol=2e-5, rtol=1e-4
+                )
+            assert bool(snapshot.greedy[row, column]) == bool(log_p.argmax() == target)
+        assert not snapshot.labels[row, len(text.ids) - 1 :].any()
+
+
+def test_virtual_tokens_before_a_text_are_not_asked_about(model: GPT2LMHeadModel) -> None:
+    """Prompt tuning puts them there: the logits have more places than the text."""
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    tuned = get_peft_model(copy.deepcopy(model), config).eval()
+    texts = some_texts(30, 7, 12)
+    snapshot = token_log_probs(find_anatomy(tuned), texts)
+    for row, text in enumerate(texts):
+        with torch.no_grad():
+            logits = tuned(input_ids=text.ids[None]).logits[0]
+        assert len(logits) == 5 + len(text.ids)
+        for place in (text.labels[1:] != -100).nonzero()[:, 0].tolist():
+            log_p = logits[5 + place].double().log_softmax(0)
+            expected = float(log_p[text.ids[place + 1]])
+            assert float(snapshot.log_probs[row, place]) == pytest.approx(expected, abs=2e-5)
+
+
+def test_texts_packed_into_a_row_come_apart() -> None:
+    ids = torch.arange(10, 18)[None]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
+    texts = texts_in(TokenBatch(ids, ids, None, "causal", positions))
+    assert [text.ids.tolist() for text in texts] == [[10, 11, 12], [13, 14], [15, 16, 17]]
+    assert [text.n_labels for text in texts] == [2, 1, 2]
+
+
+def test_compressed_bytes_are_of_the_words() -> None:
+    texts = some_texts(20, 8)
+    decoded = compressed_bytes(texts, lambda ids: " ".join(map(str, ids)))
+    expected = [len(zlib.compress(" ".join(map(str, t.ids.tolist())).encode())) for t in texts]
+    assert decoded.tolist() == expected
+    assert compressed_bytes(texts)[0] > compressed_bytes(texts)[1] > 0

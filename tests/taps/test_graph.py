@@ -1,7 +1,5 @@
 """Labels, weights and inputs off the graph of a step, against truths written by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

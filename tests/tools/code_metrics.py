@@ -33,8 +33,6 @@ constants   numbers that a module binds to a name (a tuple of them once) without
 any         occurrences of ``[str, Any]``
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io
@@ -109,10 +107,10 @@ class Row:
 
 
 ROWS = (
-    Row("code", "code lines", 46_506),
+    Row("code", "code lines", 46_820),
     Row("longest", "lines of the longest file", 600),
     Row("long", "files above 600 lines", 0),
-    Row("imports", "files with 8 or more own imports", 54),
+    Row("imports", "files with 8 or more own imports", 52),
     Row("most_imports", "most own imports of a file", 18),
     Row("circles", "circles of imports, for types included", 0),
     Row("parameters", "functions with more than 8 parameters", 12),

@@ -9,8 +9,6 @@ in turn is left to pip. Only torch stays as constraints.txt has it: its builds f
 every package index. So the oldest torch that is allowed is not tested.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import tomllib

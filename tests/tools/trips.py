@@ -18,8 +18,6 @@ around them later, so that they do not count. Depth is the largest number of the
 the stack at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -4,8 +4,6 @@ Started by test_fsdp2.py, which says what is right. On a CPU accelerate trains D
 FSDP2; :func:`fsdp2_on_a_cpu` lets it take its own path.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import nullcontext

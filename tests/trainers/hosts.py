@@ -1,7 +1,5 @@
 """The same training within the same defences by each host: Lightning and transformers' Trainer."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What one of two processes trains and records that hold a model in parts: FSDP2, ZeRO."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path

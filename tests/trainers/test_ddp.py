@@ -1,7 +1,5 @@
 """Two gloo processes: a loop of one's own and transformers' Trainer, watched and defended."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

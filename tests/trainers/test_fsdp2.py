@@ -1,7 +1,5 @@
 """FSDP2 on two gloo processes, without Lightning: the cases of fsdp2_worker.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.cases import of

@@ -1,7 +1,5 @@
 """transformers' Trainer is watched as Lightning's is, and trains as it does without the watch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

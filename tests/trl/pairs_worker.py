@@ -1,6 +1,4 @@
-"""One of two gloo processes that train on pairs as one client; see test_private_pairs.py."""
-
-from __future__ import annotations
+"""One of two gloo processes that train on pairs as one client; see test_defended.py."""
 
 import json
 import sys
@@ -13,7 +11,7 @@ from torch import distributed
 from lightning_fedleak.defenses import DPSGD
 from tests.helpers.cases import gathered
 from tests.trainers.hosts import traced
-from tests.trl.test_private_pairs import WideLogProbs, gradient_of, trainer_of, utils
+from tests.trl.test_defended import WideLogProbs, gradient_of, pairs_trainer_of, utils
 
 CLIP = 2.0
 
@@ -23,7 +21,7 @@ def main(root: Path) -> None:
     pytest.MonkeyPatch().setattr(utils, "_ChunkedLogProbFunction", WideLogProbs)
     defense = DPSGD(CLIP, 0.0, seed=1, max_physical_batch_size=3)
     more = {"per_device_train_batch_size": 4, "ddp_backend": "gloo", "use_cpu": True}
-    trainer = trainer_of(root, defense, **more)
+    trainer = pairs_trainer_of(root, defense, **more)
     gradients = [gradient_of(trainer, example) for example in trainer.train_dataset]
     trace = traced(trainer)
     drawn, distances = gathered(trace.drawn), []

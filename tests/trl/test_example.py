@@ -1,7 +1,5 @@
 """The example for TRL, run as a user would."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

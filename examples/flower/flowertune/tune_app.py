@@ -3,8 +3,6 @@
 Started with ``flwr run``, see README.md. What is added to the recipe is marked "watched".
 """
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

@@ -3,8 +3,6 @@
 Started with ``flwr run``, see README.md.
 """
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A mod for Flower's SecAgg+, which reads and writes a model as a list of arrays without names."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 

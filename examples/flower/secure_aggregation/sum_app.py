@@ -7,8 +7,6 @@ Started with ``flwr run``, see README.md. Flower has SecAgg+ for clients and str
 interface: ``SecAggMessages`` lets a function of ``@client.train()`` take part.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """The client of a split model, which has the text, the bottom, and in the U shape the head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -74,7 +72,7 @@ class SplitClient:
         """Return this side's trainable parameters, each once."""
         return trainable_parameters((self._bottom, self._tail))
 
-    def __enter__(self) -> SplitClient:
+    def __enter__(self) -> "SplitClient":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

@@ -4,8 +4,6 @@ Nothing is pickled: a message is a header in JSON and the tensors' bytes. A side
 error at once when the other side's process ends, and after a timeout when no message comes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The cut of a model into the parts of its two sides, and their comparison with the whole."""
 
-from __future__ import annotations
-
 import copy
 from contextvars import copy_context
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ masks, positions, rotary angles, PEFT and the loss. A stand-in at the head of th
 supplies the hidden states of the part before, and one at its end returns them.
 """
 
-from __future__ import annotations
-
 from contextvars import copy_context
 from typing import Any
 

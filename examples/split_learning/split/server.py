@@ -1,7 +1,5 @@
 """The server of a split model, which has the top and receives what the client sends."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import torch

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
 
 import torch
@@ -55,14 +55,6 @@ MAX_GAIN = 3.0
 Of 2, 3, 4 and no cap, 3 was the best on two draws of three setups
 (``benchmarks.attacks.memorization``). Lower caps were worse with LoRA, higher ones with full
 fine-tuning.
-"""
-
-MIN_WEIGHT = 0.35
-"""The smallest weight of a reference that is used, in the fit of :func:`fit_base`.
-
-Of references of as many rows it was .37 to .77; of a quarter of them .24 to .30 where the base knew
-the domain, and .70 where it did not; of another domain up to .28, where the fit lowered the AUC
-from .81 to .77 (tiny GPT-2, AG News and IMDB). Lower: such references weaken the score.
 """
 
 MIN_LOSS = 1e-6  # nats per token; lower bound of the base's loss, which is a divisor
@@ -451,56 +443,6 @@ class Combined(MemorizationAttack):
         """Return the sum of both normal scores."""
         parts = (LossRatio(MAX_GAIN).score(released), ErrorZone().score(released))
         return torch.stack([normal_scores(part) for part in parts]).sum(0)
-
-
-class CombinedReference(MemorizationAttack):
-    """Apply :class:`Combined` with what a reference and the base together predict for the base.
-
-    The reference was trained like this model on other texts from the same distribution, so it has
-    the gain that all such texts have (difficulty calibration, arXiv 2111.08440). The model's log
-    probabilities are fitted by those of both (:func:`fit_base`), without the memberships. A
-    reference with a weight below :data:`MIN_WEIGHT` is not used: the score is :class:`Combined`.
-    The reference must not be trained on a text that it scores.
-
-    Examples:
-        >>> from lightning_fedleak import LeakageMonitor
-        >>> from lightning_fedleak.attacks.memorization import Combined, CombinedReference
-        >>> from lightning_fedleak.callbacks import WatchSettings
-        >>> from lightning_fedleak.engine import Memorization
-        >>> memorization = Memorization(reference="runs/other-rows/model")  # a folder, or a model
-        >>> settings = WatchSettings(memorization=memorization)
-        >>> monitor = LeakageMonitor([Combined(), CombinedReference()], settings=settings)
-    """
-
-    default_name = "combined_reference"
-
-    def score(self, released: ReleasedModel) -> Tensor:
-        """Return the scores of :class:`Combined`, with the fit as the base.
-
-        Raises:
-            UnusableObservation: There is no reference, or its outputs are not finite.
-        """
-        if released.reference is None:
-            raise UnusableObservation("what a reference model says of the texts is not known")
-        check_finite(released.reference.log_probs, "the reference's log probabilities")
-        base, weight = fit_base(released)
-        return Combined().score(replace(released, base=base) if weight >= MIN_WEIGHT else released)
-
-
-def fit_base(released: ReleasedModel) -> tuple[TokenSnapshot, float]:
-    """Return the base with log probabilities fitted to the model's, and the reference's weight.
-
-    The fit is ``lp ~ 1 + lp0 + lp_reference`` by least squares over all label tokens of N texts.
-    """
-    assert released.reference is not None
-    labels, parts = released.base.labels, (released.now, released.base, released.reference)
-    now, base, reference = (part.log_probs[labels].double() for part in parts)
-    features = torch.stack([torch.ones_like(base), base, reference], 1)
-    products = features.T @ features, features.T @ now[:, None]
-    fit = torch.linalg.lstsq(*products, driver="gelsd").solution[:, 0]
-    log_probs = torch.zeros_like(released.base.log_probs)
-    log_probs[labels] = (features @ fit).clamp_max(0).to(log_probs.dtype)
-    return released.base._replace(log_probs=log_probs), float(fit[2])
 
 
 def gain_beyond(released: ReleasedModel, fitted: Tensor) -> Tensor:

@@ -48,7 +48,6 @@ from lightning_fedleak.model.snapshots import (
     UnusableObservation,
     products_in_tf32,
 )
-from lightning_fedleak.progress import Stopwatch
 
 # Factor of dropout's standard deviation that the pursuit assumes if there are many types.
 # F1 of the types under dropout .05, for batches of 4 texts x 32 tokens of stories15M and 4 x 64 of
@@ -79,7 +78,7 @@ def predict_capacity(width: int, tokens: int, rank: int) -> float:
 
 
 def measure_capacity(
-    atoms: Atoms, rank: int, *, seconds: float, seed: int = 0
+    atoms: Atoms, rank: int, *, sets: int, seed: int = 0
 ) -> tuple[int, int | None, float]:
     """Measure the number of types that rows distinguish, by bisection over planted sets.
 
@@ -90,7 +89,7 @@ def measure_capacity(
     Args:
         atoms: The atoms of all tokens.
         rank: The number of shared rows.
-        seconds: The time after which no further set is planted. One set is planted in any case.
+        sets: The largest number of sets that are planted.
         seed: The seed of the planted sets.
 
     Returns:
@@ -106,14 +105,15 @@ def measure_capacity(
     # bisection, until the two differ by a sixteenth of the dimensions.
     low, high = 0, min(dims, len(plantable))
     types = max(1, min(int(predicted), high - 1))
-    watch = Stopwatch()
     min_lost = None
-    while low < types < high:
+    for _ in range(sets):
+        if not low < types < high:
+            break
         if _recovers_planted(atoms, rank, plantable, types, generator):
             low = types
         else:
             high = min_lost = types
-        if watch.seconds > seconds or high - low <= max(1, dims // 16):
+        if high - low <= max(1, dims // 16):
             break
         wider = min(types + max(1, dims // 8), high - 1) if min_lost is None else (low + high) // 2
         narrower = max(1, types - max(1, dims // 8)) if low == 0 else (low + high) // 2
@@ -237,9 +237,10 @@ class ReadableInput:
     def capacity(self, seconds: float, seed: int) -> float | None:
         """Measure how many types the rows can distinguish; see :func:`measure_capacity`.
 
-        If the input depends on positions, those of texts of 32 tokens are projected out. The result
-        is 0 if no planted set was recovered in the time. It is None without a measurement if one
-        set would take longer than ``seconds`` on a CPU.
+        If the input depends on positions, those of texts of 32 tokens are projected out. So many
+        sets are planted as take about ``seconds``, by their sizes alone: all processes and runs
+        plant the same. The result is 0 if none of them was recovered. It is None without a
+        measurement if one set would take longer than ``seconds`` on a CPU.
         """
         positions = _LENGTH if self.dictionary.positions is not None else 0
         atoms = self._project_atoms(positions, self._factors)
@@ -250,7 +251,8 @@ class ReadableInput:
         set_seconds = predict_capacity(width, tokens, rows) / 8 * (4 * width * tokens / 1e10)
         if atoms.device.type == "cpu" and set_seconds > seconds:
             return None
-        return float(measure_capacity(atoms, rows, seconds=seconds, seed=seed)[0])
+        sets = max(1, int(seconds / set_seconds))
+        return float(measure_capacity(atoms, rows, sets=sets, seed=seed)[0])
 
     def read(
         self,

@@ -53,6 +53,14 @@ RESCORED = 8  # atoms that are compared in double precision: for speed
 # With 4 or 5, F1 after undeclared changes of 240 gradients of tiny Llamas was .03 and .05 lower
 # (November 2026).
 LOST = 3
+# Residual after all choices over that after the first ones, in units of what chance explains, above
+# which later ones explain only noise.
+#
+# It was .12 to 1.1 in 22 looks at tiny Llamas and stories15M whose later choices were noise, and up
+# to .0014 in 6 whose later choices were used (November 2026). Larger: used types are left out.
+# Smaller: more of the named types are noise.
+ONLY_NOISE = 0.02
+FULL = 0.95  # share of the directions above which any types explain any rows, so that nothing shows
 # Operations per second of a pursuit over those of a large matrix product.
 #
 # It was fitted for :func:`pursuit_seconds`, with the two numbers below, to runs on one core of
@@ -129,7 +137,11 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
         silent = certificate.silent_tokens(atoms, shared, types, replacements)
     places = torch.isin(chosen, types).nonzero()[:, 0]
     if silent is None and shared.noise != "declared":
-        count = rank if beyond_span else _count_evident(evidence[places], shared, by_chance)
+        left = pursuit.left[places] / pursuit.left[-1].clamp_min(1e-300)
+        if len(chosen) > FULL * pursuit.dims:
+            left = torch.ones_like(left)
+        count = _count_evident(evidence[places], left, shared, by_chance)
+        count = rank if beyond_span else count
         if count < len(places):
             places = places[:count]
             types = chosen[places]
@@ -155,17 +167,26 @@ def explain(atoms: Atoms, shared: SharedRows, log_odds: Tensor) -> PursuitResult
     return PursuitResult(types, scores, expected, residual, certified, silent, evident)
 
 
-def _count_evident(evidence: Tensor, shared: SharedRows, by_chance: Tensor) -> int:
-    """Return how many types a pursuit chose before :data:`LOST` choices in a row by chance.
+def _count_evident(evidence: Tensor, left: Tensor, shared: SharedRows, by_chance: Tensor) -> int:
+    """Return how many types a pursuit chose before it had only noise to explain.
 
-    The evidence that chance gives some unused token is below ``by_chance`` in most batches; if n
-    types are used, by about log n. Noise that nobody declared may be anything, so that n counts as
-    1 there.
+    It is lost after :data:`LOST` choices in a row by chance, unless its later choices explain far
+    more of the rows than chance does. The evidence that chance gives some unused token is below
+    ``by_chance`` in most batches; if n types are used, by about log n. Noise that nobody declared
+    may be anything, so that n counts as 1 there.
+
+    Args:
+        evidence: (n,) the evidence of each choice.
+        left: (n,) what was left of the rows before each choice over what is left in the end, as
+            squares in each direction that is not explained.
+        shared: The rows.
+        by_chance: () the evidence that chance gives an unused token.
     """
     n = len(evidence)
     if shared.noise == "estimated":
         by_chance = by_chance - torch.arange(n, device=evidence.device).clamp_min(1).log()
-    runs = (evidence < by_chance).unfold(0, min(LOST, n), 1).all(1).nonzero()
+    lost = (evidence < by_chance).unfold(0, min(LOST, n), 1).all(1)
+    runs = (lost & (left[: len(lost)] < ONLY_NOISE**-2)).nonzero()
     return int(runs[0]) if n >= LOST and len(runs) else n
 
 
@@ -230,6 +251,7 @@ class _Pursuit:
         self.alive = atoms.usable.clone()
         self.chosen: list[int] = []
         self.evidence: list[float] = []
+        self._squares = [float(self._plain.square().sum())]
         self.scores = torch.zeros_like(self.log_odds)
         self.at_floor = False
         self.certain = 0
@@ -273,6 +295,16 @@ class _Pursuit:
     def tokens(self) -> Tensor:
         """Return the (k,) tokens that were chosen."""
         return torch.tensor(self.chosen, dtype=torch.int64, device=self.log_odds.device)
+
+    @property
+    def left(self) -> Tensor:
+        """Return (k + 1,) the mean square of the residual before each choice, and in the end.
+
+        The mean is over the directions that tokens have outside of the chosen ones.
+        """
+        squares = torch.tensor(self._squares, dtype=torch.float64, device=self.log_odds.device)
+        free = self.dims - torch.arange(len(squares), device=squares.device)
+        return squares / free.clamp_min(1)
 
     def dependent_tokens(self) -> Tensor:
         """Return the (n,) tokens that were not chosen and nearly lie in the span of the chosen."""
@@ -366,6 +398,7 @@ class _Pursuit:
         x = x / x.norm().clamp_min(1e-300)
         self._plain_basis = torch.cat([self._plain_basis, x[None]])
         self._plain = self._plain - (self._plain @ x)[:, None] * x
+        self._squares.append(float(self._plain.square().sum()))
         self.chosen.append(token)
         self.evidence.append(evidence)
         self.alive[token] = False

@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from lightning_fedleak.attacks import base
 from lightning_fedleak.attacks.base import Capability, ThreatModel
-from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.attacks.texts.bottom_model import RUN_TOKENS, BottomModel
+from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.snapshots import Observation, check_finite
 from lightning_fedleak.progress import Stopwatch
@@ -32,6 +33,11 @@ NOTHING = -1
 """The token id at positions without a guess."""
 
 TINY = 1e-12  # the least norm to divide by; below any norm that occurs
+PLANNED = 1 / 8
+"""Share of ``budget_seconds`` in which a search shows how much work they are. More: a first search
+of many texts gives the first ones more. Less: the plan is measured on less."""
+PLANNED_RUNS = 8
+"""Runs of the bottom model after which work is planned at the earliest: the first are slow."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +89,36 @@ class TextAttack(base.Attack):
 
     last_token_open: ClassVar[bool] = False
     prefers_likely_texts: bool = False
+    _work: int | None = None  # see WorkLimit; None before it is planned
     _copy: BottomModel | None = None  # the adversary's copy of the model's bottom, if it needs one
 
     def __init__(self, name: str | None = None, budget_seconds: float | None = None) -> None:
         super().__init__(name)
         self.budget_seconds = check_number("budget_seconds", budget_seconds, above=0, optional=True)
+
+    @property
+    def bottom(self) -> BottomModel:
+        """Return the copy of the bottom model that a subclass's :meth:`prepare` made."""
+        assert self._copy is not None
+        return self._copy
+
+    def plan_work(self, seconds: float, work: int) -> float:
+        """Return the work of a search, see :class:`WorkLimit`; infinite before it is planned.
+
+        Args:
+            seconds: The time that the current search has taken.
+            work: Its work in that time.
+        """
+        if self.budget_seconds is None:
+            return math.inf
+        shows = work >= PLANNED_RUNS * RUN_TOKENS or seconds >= self.budget_seconds
+        if self._work is None and shows and seconds >= PLANNED * self.budget_seconds:
+            self._work = 2 ** round(math.log2(max(1.0, work * self.budget_seconds / seconds)))
+            rank_zero_info(
+                f"'{self.name}': a search ends after {self._work:,} tokens of runs of the model, "
+                f"about {self.budget_seconds:g} s"
+            )
+        return math.inf if self._work is None else self._work
 
     def age(self, step: int) -> float:
         """Return the age of the adversary's copy of the weights in steps; NaN without a copy."""
@@ -100,8 +131,9 @@ class InversionAttack(TextAttack):
     Args:
         layer: The split, as in Hugging Face's ``hidden_states``: the client sends the output of
             block ``layer`` (counted from 1); 0 is the output of the embeddings.
-        budget_seconds: The wall time for one observation; None for no limit. After it the best
-            texts so far are returned, and the guess is marked as unfinished.
+        budget_seconds: About the time for one observation; None for no limit. It is counted as
+            work (:class:`WorkLimit`), after which the best texts so far are returned, and the guess
+            is marked as unfinished.
         name: The name in the logs.
 
     Raises:
@@ -132,19 +164,13 @@ class InversionAttack(TextAttack):
         if self._copy is not None:
             self._copy.step = max(self._copy.step, facts.step)
 
-    @property
-    def bottom(self) -> BottomModel:
-        """Return the copy of the bottom model that a subclass's :meth:`prepare` made."""
-        assert self._copy is not None
-        return self._copy
-
     def prepare(self, anatomy: Anatomy) -> None:
         """Store the layer's name. A subclass must also call ``_copy_bottom`` here.
 
         Raises:
             ValueError: the model has no such layer.
         """
-        self._layer_name = place_of(anatomy, self.layer).name
+        self._layer_name, self._work = place_of(anatomy, self.layer).name, None
 
     def refresh(self, anatomy: Anatomy, step: int) -> None:
         """Copy the weights again if the copy is too old, or from an earlier fit."""
@@ -266,17 +292,44 @@ class Sent:
         return cosines
 
 
-class Deadline:
-    """A deadline after ``seconds`` of work, by a :class:`~.Stopwatch`; None for no deadline."""
+class WorkLimit:
+    """A limit of the work of one search, which does not depend on what else the machine computes.
 
-    def __init__(self, seconds: float | None = None) -> None:
-        self._watch, self._seconds = Stopwatch(), math.inf if seconds is None else seconds
+    Work is counted by :attr:`.BottomModel.work`. How much of it an attack's ``budget_seconds`` are
+    is planned in the first search that takes :data:`PLANNED` of them. That plan is rounded to a
+    power of two, so that its measurement changes it rarely, and kept until the attack is prepared
+    again.
+
+    Args:
+        attack: The attack that searches; None for no limit.
+        parent: The limit of which this one is a share.
+        parts: The number of equal shares of the parent's remaining work.
+    """
+
+    def __init__(
+        self, attack: TextAttack | None = None, parent: WorkLimit | None = None, parts: int = 1
+    ) -> None:
+        self._attack, self._parent, self._parts = attack, parent, parts
+        self._watch, self._start = Stopwatch(), self._work
 
     @property
-    def passed(self) -> bool:
-        """Return whether the deadline has passed."""
-        return self._watch.seconds >= self._seconds
+    def _work(self) -> int:
+        """Return the work of the attack's bottom model so far."""
+        return 0 if self._attack is None else self._attack.bottom.work
 
-    def share(self, parts: int) -> Deadline:
-        """Return a deadline for the first of ``parts`` equal shares of the remaining time."""
-        return Deadline(max(0.0, self._seconds - self._watch.seconds) / parts)
+    @property
+    def reached(self) -> bool:
+        """Return whether as much work was done as the limit allows."""
+        return self._attack is not None and self._work - self._start >= self._amount
+
+    @property
+    def _amount(self) -> float:
+        """Return the work that the limit allows; infinite before it is planned."""
+        assert self._attack is not None
+        if self._parent is not None:
+            return max(0.0, self._parent._amount - self._start + self._parent._start) / self._parts
+        return self._attack.plan_work(self._watch.seconds, self._work - self._start)
+
+    def share(self, parts: int) -> WorkLimit:
+        """Return a limit for the first of ``parts`` equal shares of the remaining work."""
+        return WorkLimit(self._attack, self, parts)

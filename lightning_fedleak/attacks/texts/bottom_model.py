@@ -35,6 +35,7 @@ from lightning_fedleak.model.batches import TokenBatch
 # Max. relative error of equal hidden states; larger values accept wrong tokens. Not tuned.
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
 ROUNDING_OTHERWISE = 2e-2  # of half precision and other dtypes
+RUN_TOKENS = 64  # least number of tokens that a run counts as: fewer take as long, not tuned
 _TRIAL_TOKENS = 6  # tokens of the text that tests whether states depend on later tokens
 _TRIAL_PREFIX = 8  # tokens of each of two texts on which the logits' map is fitted
 
@@ -72,6 +73,8 @@ class BottomModel:
         causal: Whether no hidden state depends on later tokens, as the gradient of a trial run
             shows. At layer 0 this holds for encoders too.
         context: The largest number of tokens of a text; None if the model's config has no limit.
+        work: The number of tokens of all runs so far, at least :data:`RUN_TOKENS` of each. Runs
+            with gradients count three times, because of their backward pass.
 
     Raises:
         ValueError: the model has no such layer.
@@ -83,6 +86,7 @@ class BottomModel:
     ) -> None:
         self.autocast, self.layer = autocast, layer
         self._inside = False  # whether a session is open
+        self.work = 0
         self._weights: list[whole_models.ParameterPlace] = []
         # Whether a key-value cache gives the same states; None before ``prefix.cache`` tries it.
         self.cache_agrees: bool | None = None
@@ -235,6 +239,7 @@ class BottomModel:
             zeros = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
             visible = zeros.masked_fill(~visible, lowest)
         caches = {cache_argument(self.anatomy.model) or "past_key_values": cache}
+        self._count(new)
         with self.session(), torch.no_grad():
             states = copy_context().run(
                 self._run,
@@ -267,6 +272,7 @@ class BottomModel:
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Return the hidden states (B, L, d) of token ids, in an open session."""
         model_runs.check_text(self.anatomy, ids, mask, positions)
+        self._count(ids)
         padding = getattr(self._embedding, "padding_idx", None)
         if padding is not None and mask is not None:
             # RoBERTa derives positions from the padding id and ignores the mask.
@@ -274,6 +280,10 @@ class BottomModel:
         inputs = self._inputs(ids, mask, positions)
         states = copy_context().run(self._run, **inputs, **self._no_cache)
         return model_runs.states_of_text(states, ids.shape[1], self.anatomy, self.layer)
+
+    def _count(self, ids: Tensor) -> None:
+        """Count the work of a run of token ids."""
+        self.work += max(RUN_TOKENS, ids.numel()) * (3 if torch.is_grad_enabled() else 1)
 
     def _inputs(
         self, ids: Tensor, mask: Tensor | None, positions: Tensor | None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.texts.base import TINY, Deadline, Sent
+from lightning_fedleak.attacks.texts.base import TINY, Sent, WorkLimit
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 
 BETAS = (0.9, 0.999)  # decay of Adam's moments: Kingma & Ba 2015
@@ -74,7 +74,7 @@ class _Swept:
         tokens: (B, L) token ids.
         errors: (B, L) relative errors of their hidden states.
         exact: (B,) bool, whether the hidden states equal those sent up to rounding.
-        finished: False if the deadline passed.
+        finished: False if the limit passed.
         candidates: The number of candidates that were verified.
     """
 
@@ -86,7 +86,7 @@ class _Swept:
 
 
 def sweep(
-    bottom: BottomModel, sent: Sent, tokens: Tensor, candidates: Tensor, *, deadline: Deadline
+    bottom: BottomModel, sent: Sent, tokens: Tensor, candidates: Tensor, *, limit: WorkLimit
 ) -> _Swept:
     """Exchange tokens of texts for candidates until no exchange reduces the error.
 
@@ -108,22 +108,22 @@ def sweep(
         sent: The hidden states of B texts.
         tokens: (B, L) the current texts.
         candidates: (B, L, K) other tokens for each position.
-        deadline: After it the best texts so far are returned.
+        limit: Where it is reached, the best texts so far are returned.
     """
     with torch.no_grad(), bottom.session():
         texts = [_Text(bottom, sent[i : i + 1], tokens[i], candidates[i]) for i in range(len(sent))]
         for text in texts:
             for _ in range(ROUNDS):
-                if deadline.passed or text.exact:
+                if limit.reached or text.exact:
                     break
                 better = text.jointly()
-                if deadline.passed or not (text.alone() or better):
+                if limit.reached or not (text.alone() or better):
                     break
     return _Swept(
         torch.stack([t.tokens for t in texts]),
         torch.stack([t.errors / t.norms for t in texts]),
         torch.tensor([t.exact for t in texts], device=tokens.device),
-        not deadline.passed,
+        not limit.reached,
         sum(t.candidates for t in texts),
     )
 

@@ -227,7 +227,7 @@ class EmbeddingDescent(base.InversionAttack):
             special tokens, because BERT's ``[CLS]`` hardly shows in the hidden states.
         descent: rarely changed settings
             (:class:`~lightning_fedleak.attacks.texts.embedding_descent.DescentSettings`).
-        budget_seconds: The wall time for one observation, divided evenly among its groups of texts.
+        budget_seconds: About the time for one observation, divided evenly among groups of texts.
         name: The name in the logs.
 
     Raises:
@@ -347,7 +347,7 @@ class EmbeddingDescent(base.InversionAttack):
         self, hidden: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> base.TextGuess:
         """Return the texts of hidden states (B, L, d)."""
-        deadline, bottom = base.Deadline(self.budget_seconds), self.bottom
+        limit, bottom = base.WorkLimit(self), self.bottom
         rows = max(1, self.tokens_at_once() // hidden.shape[1])
         with torch.inference_mode(False), torch.no_grad(), bottom.session():
             # Cloned, since autograd takes no tensors that were made in inference mode.
@@ -358,9 +358,9 @@ class EmbeddingDescent(base.InversionAttack):
             sent = base.Sent.from_states(hidden.to(bottom.device).clone(), *copies)
             guesses: list[base.TextGuess] = []
             for a in range(0, len(sent), rows):
-                share = deadline.share(-(-(len(sent) - a) // rows))
+                share = limit.share(-(-(len(sent) - a) // rows))
                 run = _Descent(self, sent[a : a + rows], share)
-                run.finished = not (guesses and deadline.passed)
+                run.finished = not (guesses and limit.reached)
                 if run.finished:
                     self.solve(run)
                 guesses.append(run.guess())
@@ -378,7 +378,7 @@ class EmbeddingDescent(base.InversionAttack):
             run.descend(self.steps // phases + (phase < self.steps % phases))
             if not self.sweeps or bool(run.stopped.all()):
                 break
-            if run.deadline.passed:
+            if run.limit.reached:
                 run.finished = False
             else:
                 self._sweep(run, is_final=phase == phases - 1)
@@ -396,7 +396,7 @@ class EmbeddingDescent(base.InversionAttack):
         similar.append(self.table.nearest(words, SIMILAR + 1, "cosine")[..., 1:])
         extra = torch.tensor(self.always_try, dtype=torch.int64, device=rows.device)
         candidates = torch.cat([*similar, extra.expand(*similar[0].shape[:2], -1)], -1)
-        swept = sweep(self.bottom, sent, run.tokens[rows], candidates, deadline=run.deadline)
+        swept = sweep(self.bottom, sent, run.tokens[rows], candidates, limit=run.limit)
         run.verified += swept.candidates
         run.finished &= swept.finished
         run.record(rows, swept.tokens, swept.errors)
@@ -418,14 +418,14 @@ class _Descent:
             ``Sent.relative_errors``; NaN before the first guess.
         steps: (B,) the number of gradient steps of each text.
         stopped: (B,) whether a sweep has found the text exact, which ends its descent.
-        finished: False if the deadline ended a descent or a sweep.
+        finished: False if the limit ended a descent or a sweep.
         verified: The number of tokens and candidates that were verified so far.
     """
 
-    def __init__(self, attack: EmbeddingDescent, sent: base.Sent, deadline: base.Deadline) -> None:
+    def __init__(self, attack: EmbeddingDescent, sent: base.Sent, limit: base.WorkLimit) -> None:
         self.attack = attack
         self.sent = sent
-        self.deadline = deadline
+        self.limit = limit
         device, n = sent.real.device, len(sent)
         self.variables = attack.start(sent).clone()
         self.steps = torch.zeros(n, dtype=torch.int64, device=device)
@@ -444,7 +444,7 @@ class _Descent:
         adam = RowAdam(self.variables[rows], self.attack.step_size)
         previous, n_same = self.tokens[rows], torch.zeros_like(rows)
         for step in range(1, steps + 1):
-            if self.deadline.passed:
+            if self.limit.reached:
                 self.finished = False
                 break
             gradient, has_ended = self._gradient(adam.values, sent)

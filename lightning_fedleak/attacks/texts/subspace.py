@@ -43,7 +43,7 @@ from lightning_fedleak.attacks.base import (
 )
 from lightning_fedleak.attacks.local_steps import LocalSteps
 from lightning_fedleak.attacks.texts import subspace_rows
-from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextAttack, TextGuess
+from lightning_fedleak.attacks.texts.base import NOTHING, TextAttack, TextGuess, WorkLimit
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
 from lightning_fedleak.attacks.texts.subspace_search import SubspaceSearch
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
@@ -75,8 +75,8 @@ class SubspaceTexts(TextAttack):
     token has an effect on these. ``docs/whole_texts.md`` has the measurements.
 
     Args:
-        budget_seconds: wall time for one observation; None for no bound. After it the best texts
-            so far are returned, and the guess says that it is not finished.
+        budget_seconds: about the time for one observation, counted as work; None for no bound.
+            After it the best texts so far are returned, and the guess says that it is not finished.
         seed: The seed of the contexts in which tokens are tried, and of encoders' descents.
         name: The name in the logs.
 
@@ -175,7 +175,7 @@ class SubspaceTexts(TextAttack):
         """
         self._words.prepare(anatomy)
         inputs = self._trained(anatomy)
-        self._copy = None
+        self._copy = self._work = None
         if not inputs:
             return
         self._copy = subspace_rows.BlockInputs(anatomy, inputs, self._facts)
@@ -197,14 +197,14 @@ class SubspaceTexts(TextAttack):
 
         Returns:
             One row for each text, in any order, which may include false texts that the rows do not
-            distinguish from true ones. ``finished`` is False if time ran out.
+            distinguish from true ones. ``finished`` is False if the limit was reached.
 
         Raises:
             UnusableObservation: non-finite or zero gradients, more words than the first block's
                 rows distinguish, or an update that is no gradient.
         """
         assert self._copy is not None
-        deadline, update = Deadline(self.budget_seconds), view.gradients[-1]
+        update = view.gradients[-1]
         if isinstance(update, UpdateSnapshot):
             steps = LocalSteps.from_facts(self._facts)
             if steps is None or not steps.sums(fresh=update.fresh):
@@ -247,7 +247,7 @@ class SubspaceTexts(TextAttack):
         else:
             search = EncoderSearch(bottom, first, whitenings, shared, bag, self.seed)
         with bottom.session():
-            texts, finished, certain = search.run(deadline)
+            texts, finished, certain = search.run(WorkLimit(self))
         # Certified only if the texts are certain given the bag, no token is missing from the bag,
         # and every token would leave a trace in the rows.
         certain = certain and bool(words.certified) and includes_alike and self._shows_all(view)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.row_space import Atoms, KnownInput, SharedRows, explain, input_rows
 from lightning_fedleak.attacks.texts import subspace_rows
-from lightning_fedleak.attacks.texts.base import Deadline
+from lightning_fedleak.attacks.texts.base import WorkLimit
 from lightning_fedleak.attacks.texts.descent import RowAdam
 
 # Settings of the search. None of the values was tuned.
@@ -84,14 +84,14 @@ class EncoderSearch:
             for rows, white in zip(shared[1:], whitening[1:], strict=True)
         ]
 
-    def run(self, deadline: Deadline) -> tuple[list[subspace_rows.RecoveredText], bool, bool]:
+    def run(self, limit: WorkLimit) -> tuple[list[subspace_rows.RecoveredText], bool, bool]:
         """Recover the texts.
 
         Returns:
-            The texts, whether the search ended before the deadline, and whether the texts are
+            The texts, whether the search ended before the limit, and whether the texts are
             certain.
         """
-        pairs = self._pairs(deadline).trimmed()
+        pairs = self._pairs(limit).trimmed()
         likely = self._single(pairs)  # the likeliest token at each position, as one text
         if not likely:
             return [], True, False
@@ -101,18 +101,18 @@ class EncoderSearch:
         if not (self.precise and pairs.complete and bool(several.any()) and lengths):
             texts = [tuple(likely)]
             return texts, True, self._certain(texts, pairs)
-        texts, finished = self._separate(pairs, lengths, deadline)
+        texts, finished = self._separate(pairs, lengths, limit)
         return texts, finished, finished and self._certain(texts, pairs)
 
     # ---- pairs of token and position --------------------------------------------------------
 
-    def _pairs(self, deadline: Deadline) -> _Pairs:
+    def _pairs(self, limit: WorkLimit) -> _Pairs:
         """Return the pairs that explain block 1's rows, with more positions until they do."""
         length = min(MIN_LENGTH, self.max_length)
         pairs = self._pairs_up_to(length)
         while not pairs.complete and length < self.max_length and self.shared[0].exact:
             length = min(self.max_length, int(length * GROWTH))
-            if deadline.passed or length * len(self.bag) > MAX_PAIRS:
+            if limit.reached or length * len(self.bag) > MAX_PAIRS:
                 break
             more = self._pairs_up_to(length)
             pairs = more if more.residual < pairs.residual else pairs
@@ -151,34 +151,34 @@ class EncoderSearch:
     # ---- texts that share positions ---------------------------------------------------------
 
     def _separate(
-        self, pairs: _Pairs, lengths: Sequence[int], deadline: Deadline
+        self, pairs: _Pairs, lengths: Sequence[int], limit: WorkLimit
     ) -> tuple[list[subspace_rows.RecoveredText], bool]:
-        """Recover one text after the other; also return whether the search ended in time."""
+        """Recover one text after the other; return whether that ended before the limit."""
         texts: list[subspace_rows.RecoveredText] = []
         earlier: list[Tensor] = []
         while len(self._directions[0]):
-            loss, tokens = self._next(pairs, lengths, earlier, deadline)
+            loss, tokens = self._next(pairs, lengths, earlier, limit)
             texts.append(tuple(tokens.tolist()))
             if loss > subspace_rows.FIT.exact:
                 break
             self._project_out(tokens)
             earlier.append(tokens)
-        return texts, not deadline.passed
+        return texts, not limit.reached
 
     def _next(
-        self, pairs: _Pairs, lengths: Sequence[int], earlier: Sequence[Tensor], deadline: Deadline
+        self, pairs: _Pairs, lengths: Sequence[int], earlier: Sequence[Tensor], limit: WorkLimit
     ) -> tuple[float, Tensor]:
         """Return the distance and the tokens of the first exact text, or else of the nearest."""
         best: tuple[float, Tensor] | None = None
         for length in lengths:
             allowed = pairs.allowed[:length]
-            for text in self._descend(allowed, earlier, deadline):
-                corrected = self._correct(text, allowed, deadline)
+            for text in self._descend(allowed, earlier, limit):
+                corrected = self._correct(text, allowed, limit)
                 if best is None or corrected[0] < best[0]:
                     best = corrected
                 if best[0] <= subspace_rows.FIT.exact:
                     return best
-            if deadline.passed:
+            if limit.reached:
                 break
         assert best is not None
         return best
@@ -224,7 +224,7 @@ class EncoderSearch:
         self.n_tried += len(texts)
         return self._distances(self.bottom.hidden(texts))
 
-    def _descend(self, allowed: Tensor, earlier: Sequence[Tensor], deadline: Deadline) -> Tensor:
+    def _descend(self, allowed: Tensor, earlier: Sequence[Tensor], limit: WorkLimit) -> Tensor:
         """Return the texts (s, L) at which gradient descents from random starts end.
 
         The variables are the softmax weights of the allowed tokens at each position. The initial
@@ -238,7 +238,7 @@ class EncoderSearch:
         adam = RowAdam(start, RATE)
         with torch.inference_mode(False), torch.enable_grad():
             for _ in range(STEPS):
-                if deadline.passed:
+                if limit.reached:
                     break
                 leaf = adam.values.detach().requires_grad_()
                 weights = leaf.masked_fill(~allowed, -torch.inf).softmax(-1)
@@ -249,7 +249,7 @@ class EncoderSearch:
         self.n_tried += STARTS * STEPS
         return self.bag[adam.values.masked_fill(~allowed, -torch.inf).argmax(-1)]
 
-    def _correct(self, text: Tensor, allowed: Tensor, deadline: Deadline) -> tuple[float, Tensor]:
+    def _correct(self, text: Tensor, allowed: Tensor, limit: WorkLimit) -> tuple[float, Tensor]:
         """Correct a text by exchanges of tokens that reduce its distance.
 
         Each pass exchanges one token at a time. If no single exchange helps, it exchanges two at
@@ -264,7 +264,7 @@ class EncoderSearch:
             for place in torch.randperm(len(text), generator=self.generator).tolist():
                 texts = self._replace_token(text[None], place, allowed)
                 if best > subspace_rows.FIT.exact:
-                    best, text = self._nearest(best, text, texts, deadline)
+                    best, text = self._nearest(best, text, texts, limit)
             if best >= previous:
                 losses, count = self._losses(text[None])[0], min(MAX_EXCHANGES, len(text))
                 worst = losses.topk(count).indices.tolist()
@@ -272,18 +272,18 @@ class EncoderSearch:
                     texts = self._replace_token(text[None], place, allowed)
                     two = [self._replace_token(texts, other, allowed) for other in worst[:i]]
                     if two and best > subspace_rows.FIT.exact:
-                        best, text = self._nearest(best, text, torch.cat(two), deadline)
+                        best, text = self._nearest(best, text, torch.cat(two), limit)
             if best >= previous:
                 break
         return best, text
 
     def _nearest(
-        self, best: float, text: Tensor, candidates: Tensor, deadline: Deadline
+        self, best: float, text: Tensor, candidates: Tensor, limit: WorkLimit
     ) -> tuple[float, Tensor]:
         """Return the nearest of ``text``, whose distance is ``best``, and ``candidates`` (n, L)."""
         texts_at_once = max(1, TOKENS_AT_ONCE // candidates.shape[1])
         for part in torch.split(candidates, texts_at_once):
-            if len(part) and not deadline.passed:
+            if len(part) and not limit.reached:
                 losses = self._losses(part).mean(1)
                 i = int(losses.argmin())
                 if float(losses[i]) < best:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_fedleak.attacks import row_space
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.local_steps import rounding_error
-from lightning_fedleak.attacks.texts.base import Deadline
+from lightning_fedleak.attacks.texts.base import WorkLimit
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
 from lightning_fedleak.model.anatomy import Anatomy, Place, text_blocks, unwrap
@@ -506,7 +506,7 @@ class Candidates:
         return prefix[:1] + prefix[next(changes, len(prefix)) :]
 
     def contextual_measure(
-        self, shared: row_space.SharedRows, whitenings: Sequence[Tensor], deadline: Deadline
+        self, shared: row_space.SharedRows, whitenings: Sequence[Tensor], limit: WorkLimit
     ) -> Measure | None:
         """Return a measure of what a prefix adds to the state of its next token.
 
@@ -516,7 +516,7 @@ class Candidates:
         Args:
             shared: The first block's rows.
             whitenings: (d, d) for each block.
-            deadline: The deadline after which the result is None.
+            limit: The limit after which the result is None.
 
         Returns:
             The measure; None if the bag's states fill their space, or prefixes add nothing.
@@ -528,7 +528,7 @@ class Candidates:
         sums = [white.new_zeros(len(self.bag), len(white)) for white in whitenings]
         moments = [torch.zeros_like(white) for white in whitenings]
         for prefix in prefixes:
-            if deadline.passed:
+            if limit.reached:
                 return None
             states = self.states(self.begin([prefix]))
             for total, moment, (x,) in zip(sums, moments, states, strict=True):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.row_space import SharedRows
-from lightning_fedleak.attacks.texts.base import Deadline
+from lightning_fedleak.attacks.texts.base import WorkLimit
 from lightning_fedleak.attacks.texts.bottom_model import predicts_next
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.subspace_rows import (
@@ -147,11 +147,11 @@ class SubspaceSearch:
         """Return how many candidates were compared with the rows."""
         return self.candidates.n_tried
 
-    def run(self, deadline: Deadline) -> tuple[list[RecoveredText], bool, bool]:
+    def run(self, limit: WorkLimit) -> tuple[list[RecoveredText], bool, bool]:
         """Recover the texts.
 
         Returns:
-            The texts, whether the search ended before the deadline, and whether the texts are
+            The texts, whether the search ended before the limit, and whether the texts are
             certain.
         """
         precise = all(rows.exact for rows in self.shared)
@@ -160,14 +160,14 @@ class SubspaceSearch:
         # Rows that only noise makes few are compared with whole states.
         if few_rows and (precise or len(self.shared[0].whole) < len(self.candidates.bag)):
             contextual = self.candidates.contextual_measure(
-                self.shared[0], self.measure.whitening, deadline
+                self.shared[0], self.measure.whitening, limit
             )
             measures = measures if contextual is None else [contextual, *measures]
         result: list[_PartialText] = []
         # The texts of the second search replace those of the first only if they are certain.
         for number, measure in enumerate(measures if precise else measures[:1]):
             walk = _TextWalk(self.candidates, self.shared, measure, self.beam)
-            texts, finished = walk.find(deadline)
+            texts, finished = walk.find(limit)
             certain = False
             if finished:
                 texts, certain = _Certificate(self.candidates, self.shared, measure).longest(texts)
@@ -200,11 +200,11 @@ class _TextWalk:
         self.has_prior = predicts_next(candidates.bottom)
         self._context_states: list[Tensor] | None = None
 
-    def find(self, deadline: Deadline) -> tuple[list[_PartialText], bool]:
+    def find(self, limit: WorkLimit) -> tuple[list[_PartialText], bool]:
         """Recover texts until the rows are explained or too many texts do not fit.
 
         Returns:
-            The texts, and whether the search ended before the deadline.
+            The texts, and whether the search ended before the limit.
         """
         blocks = zip(self.shared, self.measure.whitening, self.measure.means, strict=True)
         remainders = tuple(
@@ -217,7 +217,7 @@ class _TextWalk:
         texts: list[_PartialText] = []
         failures: list[_PartialText] = []
         while any(len(r.directions) for r in remainders) and len(failures) < SEARCH.max_failures:
-            text, finished = self._next(branches, remainders, deadline)
+            text, finished = self._next(branches, remainders, limit)
             if text is None:
                 return texts or failures[:1], finished
             # With precise rows that can show it, a text that does not fit holds a wrong token.
@@ -235,13 +235,13 @@ class _TextWalk:
         return texts or failures[:1], True
 
     def _next(
-        self, branches: Sequence[_Branch], remainders: tuple[Remainder, ...], deadline: Deadline
+        self, branches: Sequence[_Branch], remainders: tuple[Remainder, ...], limit: WorkLimit
     ) -> tuple[_PartialText | None, bool]:
         """Return the next text; if it does not fit exactly, search again with the prior."""
         prior = 0.0 if self.precise or not self.has_prior else SEARCH.prior
-        text, finished = self._grow(branches, remainders, deadline, prior)
+        text, finished = self._grow(branches, remainders, limit, prior)
         if finished and text is not None and self.precise and self.has_prior and not text.exact:
-            with_prior, finished = self._grow(branches, remainders, deadline, SEARCH.prior)
+            with_prior, finished = self._grow(branches, remainders, limit, SEARCH.prior)
             text = with_prior if with_prior is not None and with_prior.exact else text
         return text, finished
 
@@ -249,7 +249,7 @@ class _TextWalk:
         self,
         branches: Sequence[_Branch],
         remainders: tuple[Remainder, ...],
-        deadline: Deadline,
+        limit: WorkLimit,
         prior: float,
     ) -> tuple[_PartialText | None, bool]:
         """Return the text with the highest score, by a beam search.
@@ -257,15 +257,15 @@ class _TextWalk:
         Args:
             branches: The beginnings that the text may have.
             remainders: The rows of each block that no earlier text explains.
-            deadline: After it, the best text so far is returned.
+            limit: After it, the best text so far is returned.
             prior: The weight of the model's log probabilities of next tokens, in the ranking of
                 inexact candidates.
 
         Returns:
             The text, or None if no beginning explains anything, and whether the search ended
-            before the deadline.
+            before the limit.
         """
-        beams = self._starts(branches, remainders, deadline)
+        beams = self._starts(branches, remainders, limit)
         if not beams:
             return None, True
         ended: list[_PartialText] = []
@@ -273,7 +273,7 @@ class _TextWalk:
         while beams:
             short = [i for i, text in enumerate(beams) if len(text.tokens) < self._max_length(text)]
             ended += [beams[i] for i in range(len(beams)) if i not in short]
-            if deadline.passed or not short:
+            if limit.reached or not short:
                 break
             if len(short) < len(beams):
                 prefixes = prefixes.select(torch.tensor(short, device=self.bag.device))
@@ -283,7 +283,7 @@ class _TextWalk:
             grown = [(text, row) for text, row in children if row is not None]
             beams, prefixes = self._best(grown, prefixes)
         ended += [text for text in beams if text not in ended]
-        return max(ended, key=lambda text: text.score), not deadline.passed
+        return max(ended, key=lambda text: text.score), not limit.reached
 
     def _best(
         self, grown: list[tuple[_PartialText, int]], prefixes: Prefixes
@@ -355,7 +355,7 @@ class _TextWalk:
         return min(longest, 2 * len(self.bag) + SEARCH.slack)
 
     def _starts(
-        self, branches: Sequence[_Branch], remainders: tuple[Remainder, ...], deadline: Deadline
+        self, branches: Sequence[_Branch], remainders: tuple[Remainder, ...], limit: WorkLimit
     ) -> list[_PartialText]:
         """Return the likeliest beginnings of the next text: first tokens or branches."""
         if not branches:
@@ -363,7 +363,7 @@ class _TextWalk:
         states = [torch.stack(parts) for parts in zip(*(b.states for b in branches), strict=True)]
         fits = measure_fits(remainders, states)
         evidence, min_evidence = fits.evidence, -math.inf
-        if not fits.exact and not deadline.passed:
+        if not fits.exact and not limit.reached:
             min_evidence = float(self._context_evidence(remainders)[0].max())
         texts = []
         best = fits.best(evidence, max(SEARCH.alternatives, self.beam))

@@ -353,7 +353,7 @@ class Cell:
         seconds: The wall time of the attack.
         cpu_seconds: The processor time of the attack over all threads, which a busy machine does
             not lengthen.
-        budget_seconds: The time budget of the attack, in wall time; None for no bound.
+        budget_seconds: About the time of the attack, counted as work; None for no bound.
         finished: Whether the attack ended within its time budget.
         problem: The message of an error; None if there was none.
         utility: The utility of a causal model from the noised states; None if it was not measured.
@@ -561,7 +561,7 @@ def make_adversary(
             goes on until settled.
         layer: The split.
         steps: The largest number of gradient steps of a descent.
-        budget_seconds: The wall time for one observation; None for no bound.
+        budget_seconds: About the time for one observation; None for no bound.
         hello: The id that ``paper`` starts from; None for the mean of the vocabulary.
         special_ids: The ids that ``sweeps`` tries at every position.
         public_text: The public text of :class:`PrefixInversion`.

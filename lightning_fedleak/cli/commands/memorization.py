@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
-from lightning_fedleak.attacks.memorization.scores import MAX_GAIN, CombinedReference
+from lightning_fedleak.attacks.memorization import MAX_GAIN, CombinedReference
 from lightning_fedleak.cli.commands.verdicts import (
     BEYOND,
     BREACH,
@@ -38,12 +38,12 @@ from lightning_fedleak.cli.commands.verdicts import (
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer, refuse_errors
 from lightning_fedleak.cli.printing import print_table, share, write_json
 from lightning_fedleak.cli.studies import models
-from lightning_fedleak.cli.studies.references import Recipe, References
+from lightning_fedleak.cli.studies.references import Recipe, TrainedReferences
 from lightning_fedleak.cli.studies.training_rows import RowReader
 from lightning_fedleak.engine.channels.released.audit import Audit, Comparison
 from lightning_fedleak.engine.channels.released.pool import Pool
-from lightning_fedleak.engine.reference import describe_reference
-from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, Part
+from lightning_fedleak.engine.reference import describe_all, describe_reference, inside_of
+from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, REPEATS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder, FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.record_list import RecordList, used_up_mark
 from lightning_fedleak.evaluation.metrics.released import (
@@ -55,7 +55,7 @@ from lightning_fedleak.evaluation.metrics.released import (
     rate_name,
     visible_tpr,
 )
-from lightning_fedleak.model.snapshots import TokenSnapshot
+from lightning_fedleak.model.snapshots import References, TokenSnapshot
 from lightning_fedleak.model.taps import Text
 from lightning_fedleak.report import records
 
@@ -136,16 +136,17 @@ def _measure_model(options: Namespace, console: Console) -> int:
     entities = FoundEntities(finder, reader.head == "causal")
     entities.locate([text for text, _ in entities.counting(rows)])
     start = time.perf_counter()
-    before, after, answer_of_reference, reference = _query(
-        [pool.texts, [text for text, _ in rows] if options.entities else []], options
+    seen = _read_rows_of_references(reader, options)
+    before, after, references, reference = _query(
+        [pool.texts, [text for text, _ in rows] if options.entities else []], seen, options
     )
     seconds = time.perf_counter() - start
     audit = Audit(
         pool,
         before[0],
         lambda ids: str(reader.tokenizer.decode(ids)),
-        answer_of_reference,
-        options.reference_rows,
+        references,
+        None if reference is None else reference.rows,
     )
     n_scores = 1 + (recipe is not None) + (reference is not None)
     alpha = 0.05 / n_scores  # Bonferroni: the worst score counts
@@ -155,7 +156,7 @@ def _measure_model(options: Namespace, console: Console) -> int:
         gains = _train_references(console, results, options, recipe, seconds)
     shifts = _compare(console, results, gains, options)
     first = results[0]
-    is_refuted = options.drawn and any(s for part, s in shifts.items() if part != "prompts")
+    is_refuted = options.drawn and any(shifts.values())
     if used_up_mark(options.members).exists():
         shifts = dict.fromkeys(shifts, USED_UP)
         console.print(USED_UP)
@@ -299,27 +300,53 @@ def _list_rows(
     return ranking, max(ranking.counts, default_counts, key=lambda counts: counts["at_least"])
 
 
+def _read_rows_of_references(
+    reader: RowReader, options: Namespace
+) -> list[tuple[int | None, set[bytes]]]:
+    """Return the number of rows of each reference, None if it is not known, and their contents.
+
+    Raises:
+        SourceError: A file cannot be read, or there are not as many entries as references.
+    """
+    entries = options.reference_rows or [None] * len(options.reference or ())
+    if len(entries) != len(options.reference or ()):
+        raise SourceError("--reference-rows: give a number or a file for each --reference")
+    found = list[tuple[int | None, set[bytes]]]()
+    for entry in entries:
+        if entry is None or entry.isdecimal():
+            found.append((entry and int(entry), set()))
+        else:
+            texts = reader.read(entry)
+            found.append((len(texts), {text.content for text in texts.values()}))
+    return found
+
+
 def _query(
-    groups: Sequence[Sequence[Text]], options: Namespace
+    groups: Sequence[Sequence[Text]],
+    seen: Sequence[tuple[int | None, set[bytes]]],
+    options: Namespace,
 ) -> tuple[
     list[TokenSnapshot],
     list[TokenSnapshot],
-    TokenSnapshot | None,
+    References | None,
     records.ReferenceFacts | None,
 ]:
-    """Query the base, the trained model and the reference model once for each whole text.
+    """Query the base, the trained model and the reference models once for each whole text.
+
+    ``seen`` is from :func:`_read_rows_of_references`.
 
     Returns:
         For each group of texts the answers of the base, and those of the trained model; the
-        reference's answers to the first group and facts about it, None without a reference.
+        references' answers to the first group and facts about them, None without a reference.
     """
     mask = None
-    if options.reference is not None:  # checked before the queries, which may take minutes
+    for source in options.reference or ():  # checked before the queries, which may take minutes
         with refuse_errors("--reference cannot be loaded", SourceError):
-            _, head = models.released_config(options.reference, options.base)
+            _, head = models.released_config(source, options.base)
             mask = models.mask_of(options.base, head)
     texts = {text.whole.content: text.whole for group in groups for text in group}
-    pair = models.log_probs_before_and_after([*texts.values()], options.model, options.base)
+    sources = options.model, options.base, options.dtype
+    pair = models.log_probs_before_and_after([*texts.values()], *sources)
     places = {content: n for n, content in enumerate(texts)}
 
     def select(answers: TokenSnapshot, group: Sequence[Text]) -> TokenSnapshot:
@@ -327,12 +354,17 @@ def _query(
         return answers.rows(torch.tensor(rows, dtype=torch.long))
 
     before, after = ([select(answers, group) for group in groups] for answers in pair)
-    if options.reference is None:
+    answers, facts = list[TokenSnapshot](), list[records.ReferenceFacts]()
+    for source, (count, _) in zip(options.reference or (), seen, strict=True):
+        reference = models.load_trained(source, options.base, "--reference")
+        facts.append(describe_reference(source, count, reference))
+        asked = [*texts.values()], mask, "--reference", options.dtype
+        outputs = models.query_texts(reference, *asked)
+        answers.append(select(outputs, groups[0]))
+    if not facts:
         return before, after, None, None
-    reference = models.load_trained(options.reference, options.base, "--reference")
-    facts = describe_reference(options.reference, options.reference_rows, reference)
-    outputs = models.query_texts(reference, [*texts.values()], mask, "--reference")
-    return before, after, select(outputs, groups[0]), facts
+    inside = inside_of([text.content for text in groups[0]], [rows for _, rows in seen])
+    return before, after, References(answers, inside), describe_all(facts)
 
 
 def _train_references(
@@ -350,7 +382,7 @@ def _train_references(
     results = [result for result in results if result.part != "prompts"]
     index = torch.cat([result.index for result in results])
     audit = results[0].audit
-    references = References([audit.pool.texts[n] for n in index.tolist()], options, recipe)
+    references = TrainedReferences([audit.pool.texts[n] for n in index.tolist()], options, recipe)
     console.print(references.describe(seconds / 2))
     references.ask(audit.base.log_probs[index])
     scores, start = dict[Part, Tensor](), 0
@@ -395,7 +427,8 @@ def find_parts(pool: Pool, members: Mapping[int, Text]) -> tuple[list[Part], dic
             pool.everyone(part)
             parts.append(part)
         except ValueError as error:
-            why = f"{error} ({part}, without {excluded} and {pool.repeated} repeated texts)"
+            why = f"{error} ({part}, without {excluded} and {pool.repeated} that repeat others "
+            why += f"{REPEATS})"
             failures.append(ValueError(why))
             if n:
                 sentence = f"The leakage of {n} members with {words} is UNKNOWN: {why}."
@@ -423,8 +456,8 @@ def print_part(console: Console, result: Comparison, shift: str | None, *, is_dr
         "prompts": "by their prompts only, which the loss is not computed on",
     }.get(
         result.part,
-        f"{pool.repeated} texts that repeat others or parts of them and {pool.n_short} short "
-        f"texts were excluded{copies_remark * (copies > 0)}",
+        f"{pool.repeated} texts that repeat others ({REPEATS}) and {pool.n_short} short texts "
+        f"were excluded{copies_remark * (copies > 0)}",
     )
     counts = content_of(result)
     console.print(

@@ -175,8 +175,8 @@ def invert(add: Add) -> None:
         attack: by default 'prefix' for causal models, 'sweeps' (descent with verified changes) for
             encoders.
         steps: gradient steps of a descent, at most.
-        budget_seconds: wall time of an attack on the texts of one combination, after which its
-            best result so far counts; 'inf' for no bound.
+        budget_seconds: about the time of an attack on the texts of one combination, counted as
+            work, after which its best result so far counts; 'inf' for no bound.
         bos: token id put before every text.
         seed: seed of the choice of texts and of the noise.
         out: folder of the results.
@@ -256,9 +256,10 @@ def memorization(add: Add) -> None:
             compared with values in non-members, by kind and position in the text.
         reference: a model that was trained like --model on other texts of the same kind, and on no
             text of --members and --others: a folder, or one with adapters of PEFT. Texts are also
-            scored relative to this model (attack combined_reference).
-        reference_rows: how many rows --reference was trained on. If it is fewer than --members, a
-            low result of combined_reference counts as unknown.
+            scored relative to this model (attack combined_reference). Several may be given; they
+            may have seen texts by a draw that --reference-rows names.
+        reference_rows: for each --reference, how many rows it was trained on, or the file of these.
+            If they are fewer than --members, a low result of combined_reference counts as unknown.
         references: train this number of reference models, each on half of members and non-members,
             and compare how much --model improved on a row with the reference models that were not
             trained on it. Each costs a training. Needs --drawn. Prompts are scored without them.
@@ -280,16 +281,19 @@ def memorization(add: Add) -> None:
         summary: file that a table in Markdown is added to, such as the summary of a CI job. It
             holds no texts and no row numbers.
         out: file of the result as JSON.
+        dtype: the type of all weights and outputs when the models are queried, on a GPU if there is
+            one. float32 by default.
     """
     add("--model", required=True, metavar="DIR")
     add("--members", required=True, metavar="SOURCE")
     add("--others", required=True, metavar="SOURCE")
     _add_rows(add)
+    add("--dtype", choices=("float32", "bfloat16", "float16"))
     add("--label-column", metavar="NAME")
     add("--records", **path_option("FILE"))
     add("--entities", metavar="KINDS", type=lambda text: text.split(","), default=())
-    add("--reference", metavar="DIR")
-    add("--reference-rows", **count_option(None))
+    add("--reference", metavar="DIR", nargs="+")
+    add("--reference-rows", metavar="N|FILE", nargs="+")
     add("--references", **count_option(0, 0))
     add("--run", **path_option("DIR"))
     add("--epochs", **count_option(None))

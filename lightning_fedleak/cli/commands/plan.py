@@ -37,8 +37,8 @@ from lightning_fedleak.trainers import Watch
 
 RANKS = 8
 """Number of processes of the sharded trainings in the table."""
-SECONDS = 5.0
-"""Seconds after which no further random set of tokens is tested; not tuned, more take longer."""
+SETS = 4
+"""Random sets of tokens that are tested at most; not tuned, more take longer."""
 MAX_MEASURED = 250_000_000
 """Parameters of the largest block that is run; not tuned. More: ``plan`` takes minutes."""
 PROBE_TOKENS, PROBE_BLOCKS = 1 << 14, 3
@@ -159,7 +159,7 @@ def explain_capacity(anatomy: Anatomy, length: int, seed: int) -> str:
         return f"{text}What SubspaceWords can recover is unknown: {reason}"
     factors = row_space.factor_rows(anatomy, trained)
     atoms = row_space.Atoms(*dictionary.atoms(length, tuple(factors.values())))
-    types, failed, predicted = row_space.measure_capacity(atoms, rows, seconds=SECONDS, seed=seed)
+    types, failed, predicted = row_space.measure_capacity(atoms, rows, sets=SETS, seed=seed)
     outcome = f"{types} were all found" if types else "how many is unknown"
     missed = "" if failed is None else f", {failed} were not"
     return (

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fedleak.attacks.memorization.scores import CombinedReference
+from lightning_fedleak.attacks.memorization import CombinedReference
 from lightning_fedleak.cli.studies.training_rows import UnknownLabels
 from lightning_fedleak.evidence import HOLDS
 from lightning_fedleak.evidence.verification import match_weights

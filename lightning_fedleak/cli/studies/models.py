@@ -249,7 +249,7 @@ def load_released(name: str, config: Any, head: Head, option: str) -> Anatomy:
 
 
 def log_probs_before_and_after(
-    texts: Sequence[Text], model: str | Path, base: str | Path
+    texts: Sequence[Text], model: str | Path, base: str | Path, dtype: str | None = None
 ) -> tuple[TokenSnapshot, TokenSnapshot]:
     """Return the token log-probabilities of the base and of the trained model, one after the other.
 
@@ -257,6 +257,7 @@ def log_probs_before_and_after(
         texts: the texts.
         model: folder of the trained model, or of PEFT adapters on ``base``.
         base: folder of the model that the training began from, or its name on the hub.
+        dtype: see :func:`query_texts`.
 
     Raises:
         SourceError: a model cannot be loaded, or its kind is not supported.
@@ -265,10 +266,10 @@ def log_probs_before_and_after(
     config, head = released_config(model, base)
     mask = mask_of(base, head)
     anatomy = load_released(str(base), config, head, "--base")
-    before, sums = query_texts(anatomy, texts, mask, "--base"), weight_sums(anatomy.model)
+    before, sums = query_texts(anatomy, texts, mask, "--base", dtype), weight_sums(anatomy.model)
     del anatomy
     trained = load_trained(model, base, "--model")
-    after = query_texts(trained, texts, mask, "--model")
+    after = query_texts(trained, texts, mask, "--model", dtype)
     if are_equal(sums, weight_sums(trained.model)) or torch.equal(
         after.log_probs, before.log_probs
     ):
@@ -296,7 +297,11 @@ def check_read_by(anatomy: Anatomy, texts: Sequence[Text], option: str) -> None:
 
 
 def query_texts(
-    anatomy: Anatomy, texts: Sequence[Text], mask: int | None, option: str
+    anatomy: Anatomy,
+    texts: Sequence[Text],
+    mask: int | None,
+    option: str,
+    dtype: str | None = None,
 ) -> TokenSnapshot:
     """Return the token log-probabilities of a model, on a GPU if there is one, with a bar.
 
@@ -305,12 +310,14 @@ def query_texts(
         texts: The texts.
         mask: The id of the mask token; None if the model is not a masked one.
         option: The option that names the model.
+        dtype: The name of the floating-point type of its weights and outputs; None: as loaded.
 
     Raises:
         SourceError: See :func:`check_read_by`.
     """
     check_read_by(anatomy, texts, option)
-    anatomy.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    anatomy.model.to(device, None if dtype is None else getattr(torch, dtype))
     with bars(sys.stderr.isatty()):
         return token_log_probs(anatomy, texts, mask)
 

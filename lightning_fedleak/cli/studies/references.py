@@ -165,7 +165,7 @@ def _training_of(lines: Sequence[records.RunLine | records.ResultLine]) -> dict[
     }
 
 
-class References:
+class TrainedReferences:
     """The reference models of a released model. Call :meth:`ask`, then :meth:`scores`.
 
     Args:

@@ -34,7 +34,12 @@ from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.clipped_sum import COARSE
 from lightning_fedleak.defenses.dpsgd.loss_graph import LossCheck
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate, rebuilt
-from lightning_fedleak.defenses.dpsgd.recorder import Recorder, count_samples, tensors_of
+from lightning_fedleak.defenses.dpsgd.recorder import (
+    Recorder,
+    count_samples,
+    tensors_of,
+    values_in,
+)
 from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.model.batches import IGNORE_INDEX
@@ -54,7 +59,10 @@ ROUNDING = 0.01
 NOT_MEASURED = " Not measured: that an example's gradient depends on that example alone."
 SMALLEST = 1e-6  # norm of the row's gradient; a smaller one may be rounding alone
 GOLDEN = 0.618034  # its multiples modulo 1 spread evenly: masks of few tokens mask some, not all
-_DRAWS = {"bernoulli", "bernoulli_", "rand", "rand_like", "randint", "randint_like", "uniform_"}
+_UNIFORM = {"rand", "rand_like", "randint", "randint_like", "uniform_"}
+_DRAWS = _UNIFORM | {"bernoulli", "bernoulli_", "randn", "randn_like"}
+SAME_DRAWS = 64  # draws one after the other that give equal numbers; then a loop that waits ends
+LOUD = 1024.0  # factor on what a loss gets: losses of a thousand, which any cap by size would cut
 LARGEST_COPY = 1 << 31  # 16-bit weights of which float32 copies are made: up to 8 GiB
 
 
@@ -74,7 +82,7 @@ class Isolation:
     """
 
     def __init__(self, root: nn.Module, precision: str, *, trusted: bool) -> None:
-        self._root, self._trusted = root, trusted
+        self._root = root
         weights = itertools.chain(root.parameters(), root.buffers())
         self.rounding = ROUNDING * (precision.startswith("bf16") or any(map(_is_half, weights)))
         self.is_running = self._is_done = False
@@ -82,6 +90,7 @@ class Isolation:
         self._in_float32, self._saw_half = True, False
         self._alone: Callable[[], Any] | None = None  # runs the row alone
         self._recorder: Any = None
+        self._check = LossCheck(trusted=trusted)  # one, as a factor must not change between runs
         self._draws = _PlantedDraws()
         self._rows: Any = None  # of the last run: per-sample gradients and their weights
 
@@ -139,12 +148,12 @@ class Isolation:
     def run(self, training_step: Callable[[], Any], batch: Any) -> Any:
         """Run a batch of the measurement, and record the gradient of each of its rows."""
         recorder, samples = self._recorder, count_samples(batch)
-        torch.manual_seed(0 if self._draws.is_planted else 1)
+        torch.manual_seed(self._draws.seed)
         with recorder.step(samples):
             output = training_step()
         recorder.check()
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
-        check = LossCheck(trusted=self._trusted)
+        check = self._check
         check.check_form(loss, recorder.calls, samples)
         edges = [call.edge for call in recorder.calls if call.trained]
         # As in a step, backward begins with 1 for each term; hooks record the rows' gradients.
@@ -166,53 +175,85 @@ class Isolation:
     def _compare(self, step: Any, sampling: Any, context: DefenseContext, tolerance: float) -> str:
         """Return why nothing could be measured; empty if a row's gradient stays the same."""
         collate = sampling.loader.collate_fn
-        if any(isinstance(p, DTensor) for p in self._root.parameters()):
-            return "the weights are sharded"
-        if context.host.reducer is not None and context.host.reducer.static_graph:
-            return "DistributedDataParallel has a static graph"
-        if not isinstance(collate, EmptyCollate):
-            return "the collate function is unknown"
-        reason, example = "", collate.dataset[collate.index]
-        for lengths, is_padded in _row_lengths(self._root, collate, example):
-            try:
-                rows = [_made(example, number, n, is_padded) for number, n in enumerate(lengths)]
-            except Exception as error:  # numbers of a kind that torch does not compute with
-                return f"no row like an example could be made: {type(error).__name__}: {error}"
+        if reason := self._why_unmeasured(context, collate):
+            return reason
+        example, draws = collate.dataset[collate.index], self._draws
+        # Labels of zero for all, where rows with others are not taken.
+        forms = itertools.product(_row_lengths(self._root, collate, example), (True, False))
+        for (lengths, is_padded), has_labels in forms:
 
             def run(chosen: list[Any]) -> Any:  # collated again, as a step may change its batch
-                self._draws.calls = 0
+                draws.calls, draws.rows = 0, len(chosen)
                 batch = context.host.to_device(collate(chosen))
                 step(tree_map(_widened, batch) if self._in_float32 else batch)
 
-            company = [rows[1], rows[0], *rows[2:]]
-            alone, together = partial(run, rows[:1]), partial(run, company)
+            draws.seed, draws.factor = 0, 1.0
+            try:
+                rows = [_made(example, 0, lengths[0], is_padded)]
+            except Exception as error:  # numbers of a kind that torch does not compute with
+                return f"no row like an example could be made: {type(error).__name__}: {error}"
+            alone = partial(run, rows)
             try:
                 alone()
-                gradient = self._gradient(0)
+                gradient, form = self._gradient(0), self._check.form
+                company, classes = rows[:], draws.classes if has_labels else 1
+                for number, length in enumerate(lengths[1:], 1):
+                    company.append(_made(example, number, length, is_padded, number % classes))
+                company[:2] = company[1::-1]
                 if not SMALLEST < _whole_norm(gradient) < math.inf or not _differ(collate(company)):
                     reason = "no row with a gradient of its own could be made"
                     continue
-                together()
+                run(company)
+                self.moved, parameter = self._nearest(gradient)
+                if self.moved <= tolerance:
+                    self._check_size(alone, form)
+                    self._alone = alone
+                    return ""
             except DefenseError:
                 raise
             except Exception as error:  # the training does not take rows of this form
                 reason = f"rows made like an example raised {type(error).__name__}: {error}"
+                if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+                    return f"{reason} (rows of {lengths} tokens)"
                 continue
-            self.moved, parameter = self._nearest(gradient)
-            if self.moved <= tolerance:
-                self._alone = alone
-                return ""
-            mend = _mend(collate(rows[:1]), collate(company))
-            self._draws.is_planted = False
+            mend = _mend(collate(rows), collate(company))
+            if not mend and [*values_in(collate(rows))] != [*values_in(collate.batch_of(rows))]:
+                mend = _MASKS
+            draws.seed = 1
             alone()
             if not mend and self._nearest(gradient)[0] > tolerance:
-                return "the step or the collate function draws random numbers besides dropout"
+                return "training_step draws random numbers other than by torch.rand, randn and such"
             raise DefenseError(
                 "DPSGD: other rows of a batch change an example's gradient: that of "
                 f"'{parameter_name(parameter, self._root)}' by {self.moved:.1g} of its norm. "
                 f"{mend or _OWN_ROW}"
             )
         return reason
+
+    def _why_unmeasured(self, context: DefenseContext, collate: object) -> str:
+        """Return why nothing can be measured in this run; empty if something can be."""
+        if any(isinstance(p, DTensor) for p in self._root.parameters()):
+            return "the weights are sharded"
+        if context.host.reducer is not None and context.host.reducer.static_graph:
+            return "DistributedDataParallel has a static graph"
+        return "" if isinstance(collate, EmptyCollate) else "the collate function is unknown"
+
+    def _check_size(self, alone: Callable[[], Any], form: object) -> None:
+        """Check that a loss is computed in the same way if it is a thousand times as large.
+
+        Args:
+            alone: Runs the row alone, and compares the factors of the loss.
+            form: The form of the loss before.
+
+        Raises:
+            DefenseError: It is not.
+        """
+        for self._draws.factor in (LOUD, -LOUD):  # of which one is wrong for each label
+            with suppress(ArithmeticError):  # a division by a loss of zero
+                alone()
+            if self._check.form != form:
+                raise DefenseError(_SIZE)
+        self._draws.factor = 1.0
 
     def _nearest(self, alone: dict[Any, Tensor]) -> tuple[float, Any]:
         """Return how far the nearest row's gradient in the last run is from another.
@@ -252,6 +293,16 @@ _OWN_ROW = (
 )
 
 
+_SIZE = (
+    "DPSGD: the size of a batch's loss decides how the loss is computed, so that one row changes "
+    "what others add: decide by each row's own loss, before the mean, or leave it out"
+)
+_MASKS = (
+    "The collate function draws random numbers: draw those of the whole batch at once, by "
+    "torch.rand or torch.bernoulli (DPSGD sets torch's generators)"
+)
+
+
 def _mend(alone: Any, company: Any) -> str:
     """Return what to change, as far as the two batches show it; empty if they do not."""
     flat, wide = ([t for t in tensors_of(b) if t.dim() == 2] for b in (alone, company))
@@ -266,34 +317,45 @@ def _mend(alone: Any, company: Any) -> str:
 class _PlantedDraws(TorchFunctionMode):
     """A mode in which functions drop nothing, and torch draws equal numbers for each row.
 
-    A number depends on the call and on its index in the last dimension, so that random masks (of a
-    collate function for masked words) are those of the row also in company.
+    A number depends on its index in the last dimension, so that random masks (of a collate function
+    for masked words) are those of the row also in company. Generators do not follow these draws.
 
     Attributes:
-        is_planted: Whether they do; else they draw as usual.
         calls: The number of draws since the run began.
+        rows: The number of rows of the run.
+        seed: The seed of all other draws of a step.
+        factor: By how much the inputs of losses are multiplied.
+        classes: The number of classes of the last cross-entropy; 2 if there was none.
     """
 
-    is_planted, calls = True, 0
+    calls, rows, seed, factor, classes = 0, 0, 0, 1.0, 2
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if "dropout" in name:
             return args[0] if args else kwargs["input"]
         kwargs |= {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
-        if not self.is_planted or name not in _DRAWS:
+        if name in ("cross_entropy", "log_softmax") or name.endswith(("_loss", "with_logits")):
+            first, *others = args or (kwargs.pop("input"),)
+            self.classes = first.shape[:2][-1] if name == "cross_entropy" else self.classes
+            # Of as many elements, as a single number would be a changing factor of the loss.
+            return func(first * torch.full_like(first, self.factor), *others, **kwargs)
+        if name not in _DRAWS:
             return func(*args, **kwargs)
-        torch.manual_seed(self.calls)
         shares = [*args[name.endswith("_") :], kwargs.get("p", 0.5)]  # before they are overwritten
-        drawn: Tensor = func(*args, **kwargs)
-        with torch.no_grad():
+        block = self.calls // SAME_DRAWS
+        with preserve_process(), torch.no_grad():
+            torch.manual_seed(block)
+            drawn: Tensor = func(*args, **kwargs)
             row = drawn.reshape(-1, *drawn.shape[-1:])[0] if drawn.numel() else drawn
-            if name.startswith("bernoulli"):
-                order = torch.arange(row.numel(), device=row.device) + self.calls
-                row = ((order * GOLDEN) % 1 < shares[0]).to(drawn)
-            drawn.copy_(row.expand_as(drawn))
+            row = row[:1] if drawn.shape == (self.rows,) else row  # one number for each row
+            if name not in _UNIFORM:
+                share = (torch.arange(row.numel(), device=row.device) + block) * GOLDEN % 1
+                normal = torch.special.ndtri(share.clamp(min=0.01))
+                row = share < shares[0] if "bernoulli" in name else normal
+            drawn.copy_(row.to(drawn).expand_as(drawn))
         self.calls += 1
-        return drawn
+        return drawn.requires_grad_(bool(kwargs.get("requires_grad")))
 
 
 @contextmanager
@@ -306,7 +368,7 @@ def _dry_run(
     halves: set[Any] = {*filter(_is_half, weights)}
     is_copied = sum(t.numel() for t in halves) <= LARGEST_COPY
     is_plain = all(t is None or type(t) in (Tensor, nn.Parameter, nn.Buffer) for t in weights)
-    kinds = "cpu", context.device.type
+    kinds = [*filter(torch.amp.is_autocast_available, ("cpu", context.device.type))]
 
     def use_float32(*_: object) -> None:
         for kind in kinds:
@@ -400,7 +462,9 @@ def _width(collate: EmptyCollate, example: Any) -> int:
     return max((t.shape[-1] for t in tensors if not t.is_floating_point()), default=0)
 
 
-def _made(value: Any, number: int, tokens: int, is_padded: bool, key: str = "") -> Any:
+def _made(
+    value: Any, number: int, tokens: int, is_padded: bool, label: int = 0, key: str = ""
+) -> Any:
     """Return a value of an example's form with other contents.
 
     Args:
@@ -408,12 +472,12 @@ def _made(value: Any, number: int, tokens: int, is_padded: bool, key: str = "") 
         number: The number of the row; rows of different numbers differ.
         tokens: The length of its sequences of whole numbers, or of their part without padding.
         is_padded: Whether sequences keep the length of the example.
+        label: The value of each single whole number.
         key: The name of the value.
     """
     if isinstance(value, Mapping):
-        return rebuilt(
-            value, {k: _made(v, number, tokens, is_padded, str(k)) for k, v in value.items()}
-        )
+        form = number, tokens, is_padded, label
+        return rebuilt(value, {k: _made(v, *form, str(k)) for k, v in value.items()})
     if isinstance(value, str):
         return " ".join("abcdefgh"[(number + i) % 8] for i in range(tokens))
     try:
@@ -421,15 +485,17 @@ def _made(value: Any, number: int, tokens: int, is_padded: bool, key: str = "") 
         numbers = numbers if numbers.is_floating_point() else numbers.long()
     except (TypeError, ValueError, RuntimeError):  # not numbers, or not as many in each row
         if isinstance(value, list | tuple):
-            return rebuilt(value, [_made(v, number, tokens, is_padded, key) for v in value])
+            return rebuilt(value, [_made(v, number, tokens, is_padded, label, key) for v in value])
         return value
-    made = _made_numbers(numbers, number, tokens, is_padded, key).to(numbers)
+    made = _made_numbers(numbers, number, tokens, is_padded, label, key).to(numbers)
     if isinstance(value, Tensor):
         return made
     return made.numpy() if isinstance(value, np.ndarray) else type(value)(made.tolist())
 
 
-def _made_numbers(numbers: Tensor, number: int, tokens: int, is_padded: bool, key: str) -> Tensor:
+def _made_numbers(
+    numbers: Tensor, number: int, tokens: int, is_padded: bool, label: int, key: str
+) -> Tensor:
     """Return other numbers of the form of an example's; for the arguments see :func:`_made`."""
     size = numbers.shape[-1] if numbers.dim() else 1
     index = torch.arange(size if is_padded else tokens)
@@ -440,8 +506,10 @@ def _made_numbers(numbers: Tensor, number: int, tokens: int, is_padded: bool, ke
         waves = torch.arange(numbers.numel()) * (number + 1.7) + number
         return waves.sin().view(numbers.shape) * (tokens > 0)
     if not numbers.dim():
-        return torch.tensor(0)
-    if top <= 1:  # a mask, or one kind of token
+        return torch.tensor(label)
+    if top <= 1 and "label" in key:
+        made = (index + 1) * label % 2
+    elif top <= 1:  # a mask, or one kind of token
         made = torch.where((index < tokens) | ("mask" not in key), top, 0)
     elif torch.equal(numbers.flatten().cpu(), torch.arange(size)):  # positions
         made = index

@@ -285,7 +285,9 @@ class LossCheck:
             is_number = factor.dtype == torch.float64 or not factor.is_floating_point()
             reason = "it is scaled by a tensor that may depend on the batch"
             _refuse_if(factor.dim() > 0 or not is_number, reason)
-            self._check_constant(f"{path}{attribute}", float(factor))
+            # A Python number has no tensor within a dispatch mode, unless it is added to one.
+            value = float(torch.zeros((), dtype=torch.float64, device=factor.device) + factor)
+            self._check_constant(f"{path}{attribute}", value)
 
     def _check_constant(self, path: str, value: float) -> None:
         """Raise an error if the factor at a path of the graph was different in an earlier step."""

@@ -15,8 +15,9 @@ The order in a look (a measurement at one step), after the attacks have guessed:
 3. The gradient of the shuffled step is computed, the remainder is added, and the attacks run on it.
 4. An attack that recovers little, of more distinct inputs than it can distinguish, runs on a part
    of the control. If it works there, the batch is too large for it.
-5. Behind declared defences a low number needs a bound on all readers besides
-   (:mod:`~lightning_fedleak.engine.channels.hidden`).
+5. A low number is unknown if the attack reads more of the step without the remainder: what hides
+   from it may not hide from others. Behind declared defences a low number needs a bound on all
+   readers besides (:mod:`~lightning_fedleak.engine.channels.hidden`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import copied
 from lightning_fedleak.engine.channels.base import Channel, gives_control
-from lightning_fedleak.engine.channels.hidden import HiddenWords, in_float64
+from lightning_fedleak.engine.channels.hidden import HiddenWords
 from lightning_fedleak.engine.channels.plans import Plan
+from lightning_fedleak.engine.channels.remainder import remainder_of
 from lightning_fedleak.engine.channels.steps import StepChannel
 from lightning_fedleak.engine.outcomes import Control, Series, Unknown, Waiting
 from lightning_fedleak.engine.record import accounting
@@ -91,57 +93,16 @@ _UNEVEN = (
     "labels weigh unevenly in the loss: it misses light ones, and they are so few that linear "
     "programs (RLG, Dang et al. 2021) may separate them all"
 )
+_CHANGED = (
+    "it reads more of the same step before its gradient was changed, by {:.1%} and by no declared "
+    "defence: what hides from this attack may not hide from others"
+)
 _LIKELY_TEXTS = "it prefers likely texts, and shuffled ones, which its control has, are not likely"
-
-
-def _explain(
-    gradients: Mapping[str, Tensor], again: Mapping[str, Tensor]
-) -> tuple[float, dict[str, Tensor]]:
-    """Return the share of the gradients that recomputing does not explain, and each remainder.
-
-    The remainders are whole: no difference is taken for rounding. They are in the scale of the
-    recomputed step, and roles without one are absent. One factor is fitted for all gradients,
-    because clipping by norm and a loss scale multiply all of them. It is exactly 1 if a gradient
-    came out again bit by bit.
-
-    Args:
-        gradients: The gradients of a step, by role.
-        again: The gradients of the recomputed step, by role; absent ones are 0.
-    """
-    dot = square = square_again = unexplained = 0.0
-    factor, remainder = math.nan, dict[str, Tensor]()
-    pairs = {r: (x, again[r] if r in again else torch.zeros_like(x)) for r, x in gradients.items()}
-    for x, y in pairs.values():
-        if torch.equal(x, y) and bool(x.any()):
-            factor = 1.0
-        first, second = in_float64(x), in_float64(y)
-        dot += float((first * second).sum())
-        square += float(first.square().sum())
-        square_again += float(second.square().sum())
-    if math.isnan(factor):  # brings the step's gradients nearest to the recomputed ones
-        factor = square_again / dot if dot > 0 else 0.0
-    if not 0 < factor < math.inf:
-        return 1.0, {}
-    for role, (x, y) in pairs.items():
-        residual = torch.sub(in_float64(x) * factor, in_float64(y))
-        if bool(residual.any()):
-            unexplained += float(residual.square().sum())
-            remainder[role] = residual.to(x.device, torch.promote_types(x.dtype, torch.float32))
-    return min(1.0, math.sqrt(unexplained / square) / factor), remainder
 
 
 def _score(channel: StepChannel, plan: Plan, answer: Any, truth: Any) -> dict[str, float]:
     """Return the rates of a guess against the truth, without their intervals."""
     return values_of(channel.rates(channel.trials(plan, answer, truth)))
-
-
-def _score_control(
-    channel: StepChannel, plan: Plan, control: Step
-) -> Mapping[str, float] | Unknown | Waiting:
-    """Return the rates of an attack on a control, or why there are none (yet)."""
-    truth = channel.joined(channel.truth(control))
-    answer = channel.control_answer(plan, control)
-    return answer if isinstance(answer, Unknown | Waiting) else _score(channel, plan, answer, truth)
 
 
 class Controls:
@@ -227,7 +188,7 @@ class Controls:
             return not all(isinstance(answer, Waiting) for answer in answers)
         if all(isinstance(answer, Unknown | Waiting | None) for answer in answers):
             return False
-        if self._number(look, plan) > self.limit(self._channels[name]):
+        if self._number(look, plan) > self._limit_of(plan):
             return False
         self._uncontrolled[name] += 1
         return self._uncontrolled[name] >= self._period.get(name, 1)
@@ -273,8 +234,36 @@ class Controls:
         uneven = [p for p in plans if few and p.attack.for_even_losses and p not in likely]
         if rest := [plan for plan in plans if plan not in [*likely, *uneven]]:
             self._run_attacks(look, rest, controls, remainder)
+        if self._anywhere(bool(remainder)):
+            self._fail(look, self._read_before_change(look, rest), _CHANGED.format(share))
         self._fail(look, likely, _LIKELY_TEXTS)
         self._fail(look, uneven, _UNEVEN)
+
+    def _read_before_change(self, look: Look, plans: Sequence[Plan]) -> list[Plan]:
+        """Return the attacks whose low number counts, and that read more without the remainder.
+
+        Behind declared noise and replaced tokens a bound decides instead.
+        """
+        step, controls = look.training_step, look.controls
+
+        def counts(plan: Plan) -> bool:
+            control = controls.get(plan.attack.name)
+            if control is None or not plan.roles or not math.isnan(control.bound):
+                return False
+            rings = self._rings(plan, control.part or control.rates)
+            return rings and self._number(look, plan) <= self._limit_of(plan)
+
+        if self._anywhere(bool(step.written)):
+            return []
+        low = [plan for plan in plans if self._anywhere(counts(plan))]
+        rates = self._rates(look, replace(step, gradients={}), low, {}) if low else {}
+        return [p for p in low if self._anywhere(self._rings(p, rates[p.attack.name]))]
+
+    def _rings(self, plan: Plan, rates: Mapping[str, float] | Unknown | Waiting) -> bool:
+        """Return whether the headline of an attack's rates exceeds its limit."""
+        headline = self._channels[plan.attack.name].headline
+        rate = rates.get(headline, math.nan) if isinstance(rates, Mapping) else math.nan
+        return rate > self._limit_of(plan)
 
     def _has_few_uneven_labels(self, look: Look, control: Step) -> bool:
         """Return whether labels weigh unevenly, and are so few that a vector separates each."""
@@ -345,7 +334,7 @@ class Controls:
         gradients = {role: view.tensors[role] for role in roles if role in view.tensors}
         if not any(bool(gradient.any()) for gradient in gradients.values()):
             return of_logits, {}
-        share, remainder = _explain(gradients, again)
+        share, remainder = remainder_of(gradients, again)
         so_far = look.training_step.unexplained
         look.training_step.unexplained = max(share, 0.0 if math.isnan(so_far) else so_far)
         return max(share, of_logits), remainder
@@ -375,8 +364,7 @@ class Controls:
             is_low = False
             if control is not None:
                 self._store(look, plan, control)
-                channel = self._channels[plan.attack.name]
-                is_low = not control.rates.get(channel.headline, math.nan) > self.limit(channel)
+                is_low = not self._rings(plan, control.rates)
             if self._anywhere(is_low):
                 self._run_on_part(look, plan, controls[-1], remainder)
 
@@ -390,9 +378,12 @@ class Controls:
         )
         rates: dict[str, Mapping[str, float] | Unknown | Waiting] = {}
         for plan in plans:
-            name = plan.attack.name
+            name, channel = plan.attack.name, self._channels[plan.attack.name]
             try:
-                rates[name] = _score_control(self._channels[name], plan, control)
+                truth = channel.joined(channel.truth(control))
+                answer = channel.control_answer(plan, control)
+                is_none = isinstance(answer, Unknown | Waiting)
+                rates[name] = answer if is_none else _score(channel, plan, answer, truth)
             except Exception as error:
                 rates[name] = Unknown(reason(error))
         return rates
@@ -482,7 +473,7 @@ class Controls:
         is_written = any(defense.acts_on_batches for defense in self._run.defenses)
         if is_written and step.written:
             written = replace(look, training_step=replace(step, calls=step.written))
-            if self._number(written, plan) > self.limit(channel):
+            if self._number(written, plan) > self._limit_of(plan):
                 return math.nan
         key = "bound", channel.plays_games
         if key not in look.work:
@@ -570,11 +561,15 @@ class Controls:
         )
         self.controlled.add(name)
         rate = control.part.get(channel.headline, control.rates.get(channel.headline, math.nan))
-        answers, limit = self._answers(look, plan), self.limit(channel)
+        answers, limit = self._answers(look, plan), self._limit_of(plan)
         has_number = any(not isinstance(a, Unknown | Waiting | None) for a in answers)
         fails = has_number and not (rate > limit or control.bound <= limit)
         self._uncontrolled[name] = 0
         self._period[name] = min(2 * self._period.get(name, 1), MAX_PERIOD) if fails else 1
+
+    def _limit_of(self, plan: Plan) -> float:
+        """Return the value that a control of an attack must exceed."""
+        return self.limit(self._channels[plan.attack.name])
 
     def limit(self, channel: Channel) -> float:
         """Return the value that a control must exceed for a low number to count."""

@@ -92,8 +92,9 @@ class HiddenWords:
             step: The step before any defence.
             noise_std: The standard deviation of the noise on each number of the release.
             games: Whether to return the AUC of whether a text is in the batch instead. A reader who
-                knows all else compares two normal distributions, whose means are at most the norm
-                of one clipped text apart; there is no bound if texts are not clipped one by one.
+                knows all else, and so how many candidates are in, compares two normal
+                distributions: another text was in this one's place. Their means are at most twice
+                the norm of a clipped text apart; there is no bound if texts are not clipped alone.
         """
         run, vocabulary = self._run, self._run.anatomy.embedding_rows
         rewriting = [d for d in run.defenses if d.acts_on_gradients and d.compression is None]
@@ -101,7 +102,7 @@ class HiddenWords:
             return 1.0
         if games:
             distance = step.example_norm / noise_std if 0 < noise_std < math.inf else math.nan
-            return 1.0 if math.isnan(distance) else float(ndtr(distance / math.sqrt(2)))
+            return 1.0 if math.isnan(distance) else float(ndtr(math.sqrt(2) * distance))
         ids = set(torch.cat([batch.context_ids() for batch in step.batches]).tolist())
         types = sorted(ids - self._special)
         others = sorted({*range(vocabulary)} - ids - self._special)

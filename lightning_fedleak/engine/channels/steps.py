@@ -66,7 +66,6 @@ class StepChannel(Channel):
         reads_updates: Whether its attacks can read the weight change of several steps.
         reads_states: Whether an attack may read hidden states, or layers that a server adds, and no
             gradients of the client's own parameters.
-        bounds_noise: Whether a low headline behind declared defences needs a bound on all readers.
         no_value: Why such a series has no result yet, with a place for the kind of values.
     """
 
@@ -76,7 +75,6 @@ class StepChannel(Channel):
     plays_games: ClassVar[bool] = False
     reads_updates: ClassVar[bool] = False
     reads_states: ClassVar[bool] = False
-    bounds_noise: ClassVar[bool] = False
     no_value: ClassVar[str] = "no text has a value of kind '{}'"
 
     def __init__(self, attacks: Sequence[Any], settings: Options) -> None:

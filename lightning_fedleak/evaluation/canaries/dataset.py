@@ -485,22 +485,22 @@ def halves(n: int, count: int, seed: int = 0) -> Tensor:
     return torch.stack(rows[:count])
 
 
-def draw_references(n_queried: int, rest: int, rows: int, seed: int) -> Tensor:
+def draw_references(n_queried: int, rest: int, rows: int, seed: int, count: int = 1) -> Tensor:
     """Return (K, n_queried + rest) bool, the rows that each of K references is trained on.
 
-    If there are enough further rows, one reference is trained on ``rows`` of them, and scores all
-    queried rows. Else there are two references, on complementary random halves of all rows; each
-    scores the rows that it was not trained on. Neither choice depends on membership, so members and
-    non-members stay exchangeable.
+    If there are enough further rows, one reference is trained on ``rows`` of them. Else, or if more
+    are asked for, there are two or more references, on random halves of all rows, complementary by
+    twos. Neither choice depends on membership, so members and non-members stay exchangeable.
 
     Args:
         n_queried: The number of queried rows, which come first.
         rest: The number of further rows, which are in random order.
         rows: The number of rows that one reference needs.
         seed: The seed of the halves.
+        count: The number of references.
     """
-    if rows > rest:
-        return halves(n_queried + rest, 2, seed)
+    if rows > rest or count > 1:
+        return halves(n_queried + rest, max(2, count), seed)
     places = torch.arange(n_queried + rest)[None]
     return (places >= n_queried) & (places < n_queried + rows)
 
@@ -529,7 +529,7 @@ class ReferenceRows:
 
     Attributes:
         sources: The data set and the index of each of n rows, members and non-members.
-        inside: (K, n) bool, the rows that each of one or two references is trained on.
+        inside: (K, n) bool, the rows that each of K references is trained on.
         row_of: (N,) int64, the row of each of the N queried texts.
     """
 
@@ -545,8 +545,5 @@ class ReferenceRows:
 
     @property
     def seen(self) -> Tensor:
-        """Return (N,) bool, the texts that the first reference is trained on.
-
-        A second reference is trained on the other texts.
-        """
-        return self.inside[0, self.row_of]
+        """Return (K, N) bool, the texts that each reference is trained on."""
+        return self.inside[:, self.row_of]

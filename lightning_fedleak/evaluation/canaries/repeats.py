@@ -39,7 +39,13 @@ COPY_SHARE = 0.8  # share of tokens in common pieces of a copy; lower: filled-in
 FRAME_SHARE = 0.5  # share of texts; a piece in more texts is a frame, which does not make copies
 TEMPLATE_SHARE = 0.01  # share of texts; a run in more texts is a template or a system prompt
 ROWS_AT_ONCE = 512  # rows hashed together; more take memory and are no faster
-TEMPLATE_ROWS = 20  # texts with a template or frame, at least; so 16 texts with a run still count
+TEMPLATE_ROWS = 20  # texts with a template, at least, if these are not most of all
+MIN_FORM = 20  # texts that have a form; a part of 11 or more is one. Fewer: copies of a few are one
+REPEATS = (
+    f"wholly, to {COPY_SHARE:.0%}, or in {RUN} tokens in a row; what most rows have, or 1% and "
+    f"more than {TEMPLATE_ROWS}, is their form"
+)
+"""Which texts are excluded because they repeat others, in words."""
 
 Hashes = NDArray[np.uint64]
 Ints = NDArray[np.int64]
@@ -212,12 +218,13 @@ def find_repeats(pool: Sequence[Text], rows: Iterable[tuple[Text, bool]]) -> _Re
     be the same.
 
     A text is a near copy if 80% of its label tokens are in common pieces: 8 tokens in a row that
-    other texts also have. Pieces in more than half of the texts (and more than 20) form a frame,
+    other texts also have. Pieces in more than half of the texts (and more than 10) form a frame,
     whose tokens do not count. If the frame leaves no more than 8 tokens, the frame is the text.
     Near copies form one group if they share a piece that is among the rarer ones of each.
 
     A text is repeated in part if it shares a run of 13 label tokens with another text. Runs in more
-    than 1% of the texts (and more than 20) are templates and do not count. Copies count once here,
+    than 1% of the texts (and more than 20), or in more than half (and more than 10), are templates
+    and do not count. Copies count once here,
     so that a text with many copies is no template. A text without 13 label tokens in a row is
     compared as a whole.
 
@@ -317,7 +324,8 @@ class _Search:
     def found(self) -> _Repeats:
         """Return the repetitions, after all rows were read."""
         n_texts, counts = len(self.digests), self.piece_counts
-        frame = counts > max(TEMPLATE_ROWS, FRAME_SHARE * n_texts)
+        most = FRAME_SHARE * max(MIN_FORM, n_texts)
+        frame = counts > most
         common = (counts > 1) & ~frame
         places, owners = self.pieces.places, self.pieces.owners
         shares, framed = _shares(self.pool, common[places], frame[places])
@@ -329,7 +337,7 @@ class _Search:
         run_counts = self._count_near(common, frame, unit_of, times)
         once = np.unique(units[self.runs.owners] * len(run_counts) + self.runs.places)
         run_counts += np.bincount(once % len(run_counts), minlength=len(run_counts))
-        max_copies = max(TEMPLATE_ROWS, TEMPLATE_SHARE * n_texts)
+        max_copies = min(most, max(TEMPLATE_ROWS, TEMPLATE_SHARE * n_texts))
         repeated = (run_counts > 1) & (run_counts <= max_copies)
         again = near | (self.copies.sum(0)[self.contents] > 1)
         again[self.runs.owners[repeated[self.runs.places]]] = True
@@ -391,27 +399,31 @@ class _Search:
         return units, unit_of
 
 
-def group_texts(texts: Sequence[Text], members: Bools) -> Ints:
-    """Return (N,) the group of each text, counted from 0: texts of one side that share a passage.
+def group_texts(texts: Sequence[Text], members: Bools, owners: Ints | None = None) -> Ints:
+    """Return (N,) the group of each text, counted from 0: texts of a row, or that share a passage.
 
     A passage is a piece in 20 texts or fewer. Groups with texts of both sides were not drawn as
-    one, so that each of their texts is a group.
+    one, so that each of their rows is a group.
 
     Args:
         texts: N texts.
         members: (N,) the side of each text.
+        owners: (N,) the row that holds each text; None: each text is a row.
     """
-    hashes, owners = _runs(texts, PIECE)
+    hashes, texts_of_hashes = _runs(texts, PIECE)
     pieces, places = np.unique(hashes, return_inverse=True)
     n = len(texts)
-    once = np.unique(places * n + owners)  # each piece of a text
+    rows = np.unique(np.arange(n) if owners is None else owners, return_inverse=True)[1]
+    once = np.unique(places * n + texts_of_hashes)  # each piece of a text
     counts = np.bincount(once // n, minlength=len(pieces))
     shared = once[((counts > 1) & (counts <= TEMPLATE_ROWS))[once // n]]
-    edges = (np.ones(len(shared)), (shared % n, n + shared // n))
-    groups = connected_components(coo_array(edges, (n + len(pieces),) * 2), directed=False)[1][:n]
+    sources = np.append(shared % n, np.arange(n))
+    targets = n + np.append(shared // n, len(pieces) + rows)  # texts, pieces and rows are nodes
+    graph = coo_array((np.ones(len(sources)), (sources, targets)), (2 * n + len(pieces),) * 2)
+    groups = connected_components(graph, directed=False)[1][:n]
     sizes, inside = np.bincount(groups), np.bincount(groups, members)
     is_mixed = (inside > 0) & (inside < sizes)
-    apart = np.where(is_mixed[groups], groups.max() + 1 + np.arange(n), groups)
+    apart = np.where(is_mixed[groups], groups.max() + 1 + rows, groups)
     return np.unique(apart, return_inverse=True)[1]
 
 

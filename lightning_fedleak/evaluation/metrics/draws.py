@@ -30,24 +30,30 @@ Floats = NDArray[np.float64]
 
 
 def refute_draw(
-    base: TokenSnapshot, compressed: Tensor, texts: Sequence[Text], members: Tensor, seed: int = 0
+    base: TokenSnapshot,
+    compressed: Tensor,
+    texts: Sequence[Text],
+    members: Tensor,
+    owners: Tensor | None = None,
+    seed: int = 0,
 ) -> str | None:
     """Return why N texts were not divided at random, or None.
 
     The scores are the similarity of words within each side, and the base's loss, zlib ratio and
-    Min-K%++. Memberships are permuted among groups of texts that share passages, and the largest
-    score, in standard deviations, is compared with that of each permutation. The test is exact for
-    random draws of rows, up to the choice of groups.
+    Min-K%++. Memberships are permuted among groups of texts that share a row or passages, and the
+    largest score, in standard deviations, is compared with that of each permutation. The test is
+    exact for random draws of rows, up to the choice of groups.
 
     Args:
         base: The base's outputs for the texts.
         compressed: (N,) the zlib-compressed size of each text in bytes.
         texts: The texts.
         members: (N,) bool, whether each text is a member.
+        owners: (N,) int64, the row that holds each text; None: each text is a row.
         seed: The seed of the permutations.
     """
     generator, labels = np.random.default_rng(seed), members.numpy()
-    groups = group_texts(texts, labels)
+    groups = group_texts(texts, labels, None if owners is None else owners.numpy())
     order = generator.permutation(len(groups))
     by_group = np.argsort(groups[order], kind="stable")
     sizes = np.bincount(groups)

@@ -30,7 +30,7 @@ from lightning_fedleak.attacks.memorization.scores import (
 from lightning_fedleak.evaluation.metrics.clustered import auc, columns, least_error
 from lightning_fedleak.evaluation.metrics.clustered import spent_at as spent_at
 from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, flat, proportion
-from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.snapshots import References, ReleasedModel, TokenSnapshot
 
 FPR = 0.01  # FPR of the TPR in `shown`, the usual one (Carlini et al. 2022)
 FPRS = (FPR, 0.001)  # FPRs of the TPRs that a release is judged by
@@ -454,15 +454,16 @@ def blind_aucs(scores: Mapping[str, Tensor], members: Tensor) -> dict[str, Rate]
 
 
 def check_unseen(
-    reference: TokenSnapshot, base: TokenSnapshot, compressed: Tensor, trains: Tensor
+    references: References, base: TokenSnapshot, compressed: Tensor, trains: Tensor
 ) -> None:
-    """Refuse a reference model that distinguishes both sides before any training.
+    """Refuse reference models that distinguish both sides before any training.
 
     Such a reference was trained on some of the rows. If these are the held-out rows, for example,
     it would report members even for a model that was trained on no row.
 
     Args:
-        reference: The reference model's outputs on N texts.
+        references: The reference models' outputs on N texts; each is asked about those that it
+            is said not to have seen.
         base: The outputs of the audited model before its first step.
         compressed: The compressed sizes (N,) of
             :class:`~lightning_fedleak.model.snapshots.ReleasedModel`.
@@ -471,8 +472,13 @@ def check_unseen(
     Raises:
         ValueError: The scores of both sides differ by more than chance.
     """
-    scores = Combined().score(ReleasedModel(base, reference, compressed))
-    p_value = float(mannwhitneyu(scores[trains].numpy(), scores[~trains].numpy()).pvalue)
+    counts = references.inside.sum(0)  # by how many references each text was seen
+    found = [(counts, trains)] if bool(counts.any()) else []
+    for answer, inside in zip(references.answers, references.inside, strict=True):
+        unseen = ReleasedModel(base, answer, compressed).rows(~inside)
+        found.append((Combined().score(unseen), trains[~inside]))
+    pairs = [(x[side].numpy(), x[~side].numpy()) for x, side in found if 0 < side.sum() < len(side)]
+    p_value = len(pairs) * min((float(mannwhitneyu(*pair).pvalue) for pair in pairs), default=1.0)
     if p_value < MIN_P_VALUE:
         raise ValueError(
             "Memorization: the reference distinguishes training rows from held-out rows before the "

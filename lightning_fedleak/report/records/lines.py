@@ -296,7 +296,8 @@ class ReferenceFacts(fields.Record):
         kind: the form in which the user gave it: ``"module"``, ``"folder"`` or ``"adapters"``;
             models of kind ``"auto"`` and ``"function"`` were trained before the first step.
         model: class of the model, without adapters.
-        rows: number of its training rows, as the user stated it; None if unstated.
+        rows: number of its training rows, as the user stated it, of several the smallest; None if
+            unstated.
         weights: SHA-256 of all its weights.
         models: number of reference models; each scores the rows that it was not trained on.
     """
@@ -316,10 +317,11 @@ class ReferenceFacts(fields.Record):
             weak: whether it is so weak that a low result counts as unknown.
         """
         rows = "an unstated number of rows" if self.rows is None else f"{self.rows:,} rows"
-        description = f"{self.model} ({self.kind}), trained on {rows}"
+        several = f"{self.models} of {self.model}" if self.models > 1 else self.model
+        description = f"{several} ({self.kind}), trained on {rows}"
         if self.kind in ("auto", "function"):
             recipe = "the run's recipe" if self.kind == "auto" else "a function of the user's"
-            several = f"{self.models} of {self.model}, each" if self.models > 1 else self.model
+            several += ", each" * (self.models > 1)
             description = f"{several} trained by {recipe} on {rows.removesuffix('rows')}other rows"
         words = f"{description}, weights {self.weights[:16]}"
         if strength is not None:

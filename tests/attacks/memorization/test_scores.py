@@ -26,14 +26,14 @@ from lightning_fedleak.attacks.memorization import (
     Windows,
     Zlib,
 )
-from lightning_fedleak.attacks.memorization.scores import (
-    MAX_GAIN,
+from lightning_fedleak.attacks.memorization.references import (
     MIN_WEIGHT,
-    WINDOWS,
     fit_base,
-    normal_scores,
+    likelihood_ratio,
 )
-from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
+from lightning_fedleak.attacks.memorization.scores import MAX_GAIN, WINDOWS, normal_scores
+from lightning_fedleak.evaluation.metrics.released import membership_values
+from lightning_fedleak.model.snapshots import Observation, References, ReleasedModel, TokenSnapshot
 
 
 def random_release(seed: int, n: int = 7, width: int = 12) -> ReleasedModel:
@@ -203,7 +203,7 @@ def test_a_reference_is_fitted_beside_the_base_if_it_explains_enough(likeness: f
     release = replace(release, base=release.base._replace(labels=labels))
     mixed = (likeness * now + (1 - likeness) * other + 0.3 * other) * labels
     reference = release.base._replace(log_probs=mixed)
-    beside = replace(release, reference=reference)
+    beside = replace(release, references=References.unseen(reference))
     base, weight = fit_base(beside)
     parts = [part.log_probs[labels].double().numpy() for part in (release.base, reference)]
     features = np.stack([np.ones_like(parts[0]), *parts], 1)
@@ -214,3 +214,80 @@ def test_a_reference_is_fitted_beside_the_base_if_it_explains_enough(likeness: f
     assert (weight >= MIN_WEIGHT) is bool(likeness)
     expected = Combined().score(replace(release, base=base) if likeness else release)
     assert torch.equal(CombinedReference().score(beside), expected)
+
+
+def test_the_likelihood_ratio_is_that_of_two_normal_distributions() -> None:
+    """By loops over texts: own means where there are some, else shifted ones, and two variances."""
+    g = torch.Generator().manual_seed(0)
+    inside = torch.rand(4, 60, generator=g) < 0.5
+    inside[:, 0], inside[:, 1] = True, False
+    others = torch.randn(4, 60, generator=g, dtype=torch.float64) + 2 * inside
+    scores = torch.randn(60, generator=g, dtype=torch.float64)
+    ratios = likelihood_ratio(scores, others, inside)
+    values: dict[bool, dict[int, np.ndarray]] = {True: {}, False: {}}
+    for side, texts in values.items():
+        for text in range(60):
+            if len(found := others[inside[:, text] == side, text].numpy()):
+                texts[text] = found
+    deviations = {
+        side: math.sqrt(
+            sum(((found - found.mean()) ** 2).sum() for found in texts.values())
+            / sum(len(found) - 1 for found in texts.values())
+        )
+        for side, texts in values.items()
+    }
+    both = values[True].keys() & values[False].keys()
+    shift = np.mean([values[True][n].mean() - values[False][n].mean() for n in both])
+    for text in range(60):
+        means = {side: texts[text].mean() for side, texts in values.items() if text in texts}
+        means.setdefault(True, means.get(False, 0) + shift)
+        means.setdefault(False, means[True] - shift)
+        score = float(scores[text])
+        with_it, without = (NormalDist(means[s], deviations[s]).pdf(score) for s in (True, False))
+        assert ratios is not None
+        assert float(ratios[text]) == pytest.approx(math.log(with_it / without))
+    assert likelihood_ratio(scores, others[:1], inside[:1]) is None
+    halves = torch.stack([inside[2], ~inside[2]])
+    assert likelihood_ratio(scores, others[:2], halves) is None  # one score on either side
+
+
+def test_the_mean_of_references_is_of_those_without_the_text() -> None:
+    answers = [
+        random_release(seed, 40).base._replace(labels=torch.ones(40, 12) > 0) for seed in range(3)
+    ]
+    stacked = np.stack([answer.log_probs.numpy() for answer in answers])
+    inside = torch.rand(3, 40, generator=torch.Generator().manual_seed(1)) < 0.5
+    inside[:, 5] = True
+    mean = References(answers, inside).log_probs.numpy()
+    gains = []
+    for text, seen in enumerate(inside.T.numpy()):
+        if not seen.all():
+            assert mean[text] == pytest.approx(stacked[~seen, text].mean(0), abs=1e-5)
+        if seen.any() and not seen.all():
+            gains.append(stacked[seen, text].mean(0) - stacked[~seen, text].mean(0))
+    assert mean[5] == pytest.approx(stacked[:, 5].mean(0) - np.mean(gains), abs=1e-5)
+
+
+def test_beside_references_with_and_without_each_text_ratios_are_added() -> None:
+    """Each text has a level of its own that only references show."""
+    g = torch.Generator().manual_seed(0)
+    flat = torch.ones(200, 12, dtype=torch.bool)
+    level = torch.randn(200, 1, generator=g)
+
+    def snapshot(trained: torch.Tensor) -> TokenSnapshot:
+        log_probs = -5 + level + 0.3 * torch.randn(200, 12, generator=g) + 0.3 * trained[:, None]
+        return TokenSnapshot(log_probs, -6.0 * flat, 1.0 * flat, ~flat, flat)
+
+    drawn = torch.rand(5, 200, generator=g) < 0.5
+    base = snapshot(~flat[:, 0])._replace(log_probs=-5 + 0.3 * torch.randn(200, 12, generator=g))
+    answers = [snapshot(members) for members in drawn[1:]]
+    release = ReleasedModel(snapshot(drawn[0]), base, torch.ones(200))
+    aucs = []
+    for references in (
+        References(answers, drawn[1:]),
+        References(answers, torch.zeros_like(drawn[1:])),
+        References.unseen(answers[0]),
+    ):
+        score = CombinedReference().score(replace(release, references=references))
+        aucs.append(membership_values(score, drawn[0])["auc"])
+    assert aucs[0] > aucs[1] > aucs[2]

@@ -1,7 +1,5 @@
 """Small models of many families, and what a client of each would share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

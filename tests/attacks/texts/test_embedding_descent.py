@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from lightning_fedleak import progress
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation
 from lightning_fedleak.attacks.texts import embedding_descent
 from lightning_fedleak.attacks.texts import embedding_descent as state_readout
-from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, Sent
+from lightning_fedleak.attacks.texts.base import NOTHING, Sent, WorkLimit
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.descent import RowAdam, _Text, high_errors, sweep
 from lightning_fedleak.attacks.texts.embedding_descent import (
@@ -86,7 +86,7 @@ def test_gradient_is_that_of_the_plain_model(name: str, weighting: Any) -> None:
     expected.backward()
 
     attack = prepared(model, weighting=weighting)
-    run = _Descent(attack, Sent.from_states(sent, mask), Deadline())
+    run = _Descent(attack, Sent.from_states(sent, mask), WorkLimit())
     gradient, stopped = run._gradient(words, run.sent)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-12)
     assert not bool(stopped.any())
@@ -155,7 +155,7 @@ def test_the_papers_rule_stops_each_text_at_its_cosine(monkeypatch: pytest.Monke
     for cosine in (0.5, 0.98):
         monkeypatch.setattr(embedding_descent, "PAPER_COSINE", cosine)
         attack = prepared(model, stop="cosine", **paper)
-        run = _Descent(attack, Sent.from_states(sent, mask), Deadline())
+        run = _Descent(attack, Sent.from_states(sent, mask), WorkLimit())
         first = attack.table.embeddings[5].expand(*ids.shape, -1)
         assert torch.equal(run.variables, first)
         run.descend(200)
@@ -171,7 +171,7 @@ def test_with_noise_it_settles() -> None:
     ids, mask, sent = sent_by(model, 1)
     noise = torch.randn(sent.shape, generator=torch.Generator().manual_seed(0))
     attack = prepared(model, 1, steps=1000, lr=0.3)
-    run = _Descent(attack, Sent.from_states(sent + 0.1 * sent.std() * noise, mask), Deadline())
+    run = _Descent(attack, Sent.from_states(sent + 0.1 * sent.std() * noise, mask), WorkLimit())
     with attack.bottom.session():
         attack.solve(run)
     assert run.finished
@@ -195,22 +195,18 @@ def test_sweeps_find_what_descent_left() -> None:
 # ---- time -----------------------------------------------------------------------------------
 
 
-def slow_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
-    """Budgets run by a clock that goes on by a millisecond each time it is read."""
-    clock = (i / 1000 for i in itertools.count())
-    processor = itertools.count(step=1000)  # so that threads never work less than time passes
-    times = {"perf_counter": lambda: next(clock), "process_time": lambda: next(processor)}
-    monkeypatch.setattr(progress, "time", SimpleNamespace(**times))
-    return clock
+def limited(attack: Any, work: int) -> Any:
+    """Return an attack whose searches end after so much work, as if it had been planned."""
+    attack.budget_seconds, attack._work = 1.0, work
+    return attack
 
 
 def test_a_budget_is_kept_and_dealt_out_to_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = slow_clock(monkeypatch)
     model = tiny_gpt2(layers=3)
     _, mask, sent = sent_by(model, 2, 6)
     monkeypatch.setattr(embedding_descent, "TOKENS_AT_ONCE", 16)
     monkeypatch.setattr(embedding_descent, "PAPER_COSINE", 1.0)
-    attack = prepared(model, budget_seconds=0.2, steps=10**6, stop="cosine")
+    attack = limited(prepared(model, steps=10**6, stop="cosine"), 40_000)
     steps: list[int] = []
     solve = attack.solve
 
@@ -219,18 +215,33 @@ def test_a_budget_is_kept_and_dealt_out_to_all_texts(monkeypatch: pytest.MonkeyP
         steps.extend(run.steps.tolist())
 
     monkeypatch.setattr(attack, "solve", counted)
+    before = attack.bottom.work
     guess = attack.reconstruct(sent, mask, None)
-    assert next(clock) < 0.3
+    assert 40_000 <= attack.bottom.work - before < 42_000
     assert not guess.finished
     assert min(steps) > 0
-    assert min(steps) * 10 > max(steps)
+    assert min(steps) * 2 > max(steps)
+
+
+def test_the_work_is_planned_once_and_the_clock_changes_nothing_after_that(monkeypatch) -> None:
+    model = tiny_gpt2(layers=3)
+    _, mask, sent = sent_by(model, 2, 6)
+    monkeypatch.setattr(embedding_descent, "PAPER_COSINE", 1.0)
+    attack = prepared(model, steps=10**6, stop="cosine", budget_seconds=0.1)
+    first = attack.reconstruct(sent, mask, None)
+    assert not first.finished
+    planned = attack._work
+    monkeypatch.setattr(progress.Stopwatch, "seconds", property(lambda _: 1e9))  # a busy machine
+    assert torch.equal(attack.reconstruct(sent, mask, None).tokens, first.tokens)
+    assert attack._work == planned
+    assert math.log2(planned) % 1 == 0
 
 
 def test_texts_that_the_budget_does_not_reach_are_left_open(monkeypatch) -> None:
     monkeypatch.setattr(embedding_descent, "TOKENS_AT_ONCE", 8)
     model = tiny_gpt2(layers=2)
     _, mask, sent = sent_by(model, 1, 3)
-    attack = prepared(model, 1, budget_seconds=1e-9)
+    attack = limited(prepared(model, 1), 1)
     guess = attack.reconstruct(sent, mask, None)
     assert not guess.finished
     assert bool((guess.tokens[1:] == NOTHING).all())
@@ -244,7 +255,7 @@ def test_what_a_sweep_found_is_not_lost_when_time_runs_out(monkeypatch: pytest.M
     few = {"lr": 0.05, "initial": "mean"}
     monkeypatch.setattr(embedding_descent, "SIMILAR", 2)
     over = [False]
-    monkeypatch.setattr(Deadline, "passed", property(lambda _: over[0]))
+    monkeypatch.setattr(WorkLimit, "reached", property(lambda _: over[0]))
     sweep = EmbeddingDescent._sweep
 
     def last_one(*args: Any, **kwargs: Any) -> None:
@@ -378,7 +389,7 @@ def sums(bottom: BottomModel, sent: Sent, texts: Tensor) -> Tensor:
 @pytest.mark.parametrize("places", [[0], [2, 3], [1, 4, 5, 6]])
 def test_wrong_tokens_are_put_right(places: list[int]) -> None:
     bottom, ids, mask, sent, candidates = case()
-    swept = sweep(bottom, sent, spoilt(ids, places), candidates, deadline=Deadline())
+    swept = sweep(bottom, sent, spoilt(ids, places), candidates, limit=WorkLimit())
     assert torch.equal(swept.tokens[mask == 1], ids[mask == 1])
     assert swept.exact.tolist() == [True, True]
     assert swept.finished
@@ -401,7 +412,7 @@ def test_it_finds_what_brute_force_over_all_texts_finds() -> None:
         texts.append(one)
     same = sent[torch.zeros(64, dtype=torch.int64)]
     best = torch.stack(texts)[sums(bottom, same, torch.stack(texts)).argmin()]
-    swept = sweep(bottom, sent, start, offered, deadline=Deadline())
+    swept = sweep(bottom, sent, start, offered, limit=WorkLimit())
     assert torch.equal(swept.tokens[0], best)
     assert not bool(swept.exact[0])
     torch.testing.assert_close(

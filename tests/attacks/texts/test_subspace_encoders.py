@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks.texts.base import Deadline
+from lightning_fedleak.attacks.texts.base import WorkLimit
 from lightning_fedleak.attacks.texts.subspace import SubspaceTexts
 from lightning_fedleak.attacks.texts.subspace_encoders import EncoderSearch
 from lightning_fedleak.attacks.texts.subspace_rows import shared_rows
@@ -164,7 +164,7 @@ def certificate(rows: int) -> tuple[Callable[[list[list[int]]], bool], list[list
     rows_of = [shared_rows(known, anatomy, view, None) for known in bottom.inputs]
     bag = ids.unique()
     search = EncoderSearch(bottom, first, attack._whitenings, rows_of, bag, 0)
-    pairs = search._pairs(Deadline())
+    pairs = search._pairs(WorkLimit())
 
     def certain(answer: list[list[int]]) -> bool:
         result = [tuple(text) for text in answer]

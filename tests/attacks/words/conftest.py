@@ -1,7 +1,5 @@
 """A model that was trained on a made-up language, and readouts of AlignedFlatChat for it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

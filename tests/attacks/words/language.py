@@ -1,7 +1,5 @@
 """A made-up language, what a server observes of a client that trains on it, and rates."""
 
-from __future__ import annotations
-
 import torch
 
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage

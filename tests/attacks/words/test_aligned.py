@@ -225,21 +225,6 @@ def test_readout_learns_probabilities():
     assert (readout.logits(x).sigmoid() - chance).abs().mean() < 0.05
 
 
-@pytest.mark.parametrize(
-    ("build", "words"),
-    [
-        (lambda: AlignedFlatChat([[1, 2]], lengths=(1,)), "lengths"),
-        (
-            lambda: AlignedFlatChat([[1, 2]] * 3).prepare(find_anatomy(models.tiny_gpt2())),
-            "public texts to learn from .*at least 4",
-        ),
-    ],
-)
-def test_refusals_say_what_to_do(build, words):
-    with pytest.raises(ValueError, match=words):
-        build()
-
-
 def test_texts_that_share_their_opening_are_opened_both_ways():
     text = PublicText([[1, 5, 6], [1, 6, 7], [1, 8], [1, 9]]).with_and_without_start()
     assert [s.tolist() for s in text.sentences] == [[1, 5, 6], [6, 7], [1, 8], [1, 9]]
@@ -375,9 +360,14 @@ def test_a_masked_batch_asks_for_what_it_hides():
             lambda: PublicText.sampled_from(find_anatomy(models.tiny_bert_mlm()), 2, 5),
             "no text is sampled from",
         ),
+        (lambda: AlignedFlatChat([[1, 2]], lengths=(1,)), "lengths"),
+        (
+            lambda: AlignedFlatChat([[1, 2]] * 3).prepare(find_anatomy(models.tiny_gpt2())),
+            "public texts to learn from .*at least 4",
+        ),
     ],
 )
-def test_refusals_of_public_text_say_what_to_do(call, words):
+def test_refusals_say_what_to_do(call, words):
     with pytest.raises(ValueError, match=words):
         call()
 

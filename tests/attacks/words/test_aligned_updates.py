@@ -1,7 +1,5 @@
 """AlignedFlatChat on updates that an optimizer made, and on compressed gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace

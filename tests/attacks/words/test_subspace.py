@@ -1,25 +1,32 @@
 """Words from the first projections' gradients, as models and PEFT really give them."""
 
-from __future__ import annotations
-
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import transformers
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks.attacks.setups import embedding_adapters
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.membership import fc
-from lightning_fedleak.attacks.row_space import explanation
+from lightning_fedleak.attacks.public_text import PublicText, gradient_of
+from lightning_fedleak.attacks.row_space import Atoms, SharedRows, explain, explanation, linear_maps
 from lightning_fedleak.attacks.words import subspace
+from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
+from lightning_fedleak.attacks.words.aligned_readout import refit_direction
+from lightning_fedleak.attacks.words.aligned_rows import RowSummary
+from lightning_fedleak.attacks.words.head_gradients import head_gradient
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
+from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.defenses.dpsgd.per_sample import full_precision
 from lightning_fedleak.evaluation.metrics import WordRecovery
-from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
+from lightning_fedleak.model.batches import read_batch
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Inapplicable,
@@ -44,6 +51,7 @@ from tests.attacks.row_space.models import (
     texts,
     with_lora,
 )
+from tests.attacks.words.language import generator
 
 
 def is_causal(model: nn.Module) -> bool:
@@ -563,3 +571,266 @@ def test_words_behind_an_adapter_at_the_embeddings_are_read() -> None:
         guess = attack.run(observed(attack, anatomy))
         truth, result = set(ids[:, :-1].flatten().tolist()), set(guess.types.tolist())
         assert 2 * len(truth & result) / (len(truth) + len(result)) >= 0.95
+
+
+# Words from gradients that are no exact combinations of inputs: noise, dropout, small changes.
+
+
+MAPS = ["q_proj", "v_proj"]
+
+
+def f1(guess: WordGuess, ids: Tensor) -> float:
+    truth = exposed_types(ids, causal=True)
+    named = set(guess.types.tolist())
+    return 2 * len(named & truth) / (len(named) + len(truth))
+
+
+def with_noise(attack: SubspaceWords, anatomy: Anatomy, std: float) -> Observation:
+    (view,) = observed(attack, anatomy).gradients
+    noisy = {r: g + std * torch.randn_like(g) for r, g in view.tensors.items()}
+    return Observation((GradientSnapshot(0, Stage.SHARED, noisy, noise_std=std),))
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "rank", "std"),
+    [
+        *((llama, MAPS, 24, std) for std in (1e-12, 1e-8, 1e-6, 1e-5)),
+        *((gpt2, ["c_attn"], 48, std) for std in (1e-8, 1e-6, 1e-5)),
+    ],
+)
+def test_b_is_read_where_the_gradient_of_a_is_noise(family, targets, rank, std) -> None:
+    torch.manual_seed(1)
+    config = LoraConfig(r=rank, target_modules=targets)
+    model = get_peft_model(ready(family()), config).eval()
+    attack, anatomy = prepared(model)
+    ids = texts(1, 9)
+    backward(model, ids)
+    guess = attack.run(with_noise(attack, anatomy, std))
+    assert f1(guess, ids) == 1
+    assert guess.n_types == pytest.approx(len(guess.types), abs=0.5)
+    assert not guess.certified
+
+
+def test_b_is_followed_while_a_moves_and_adds_to_it() -> None:
+    torch.manual_seed(2)
+    model = get_peft_model(ready(llama()), LoraConfig(r=24, target_modules=MAPS)).eval()
+    attack, anatomy = prepared(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for step in range(4):  # B is small, so that the gradient of A is far below the noise
+        ids = texts(1, 9)
+        attack.refresh(anatomy, step)
+        backward(model, ids)
+        assert f1(attack.run(with_noise(attack, anatomy, 1e-5)), ids) == 1
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_A" in name:
+                    parameter += 0.01 * torch.randn_like(parameter)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("family", "targets"), [(llama, MAPS), (gpt2, ["c_attn"])])
+def test_the_dictionary_of_b_is_the_input_that_the_model_gives_b(family, targets) -> None:
+    model = with_lora(ready(family()), 6, targets)
+    attack, anatomy = prepared(model)
+    every = torch.arange(anatomy.vocab_size)[:, None]
+    factors = [r for r in attack._readable if r.factor is not None]
+    assert len(factors) == len(targets)
+    for readable in factors:
+        dictionary = readable.dictionary.through(readable.factor)
+        states = linear_maps.input_rows(anatomy, readable.known_input, every)[:, 0]
+        torch.testing.assert_close(dictionary.rows, states, rtol=1e-4, atol=1e-6)
+        if dictionary.positions is not None:  # the positions' part in the inputs, after the norm
+            spans = [dictionary.constants, dictionary.positions]
+            text = torch.full((1, 9), 7)
+            moved = linear_maps.input_rows(anatomy, readable.known_input, text)[0].double()
+            basis = torch.linalg.qr(torch.cat([*spans, moved[:1]])[:, :].T).Q
+            assert float((moved - (moved @ basis) @ basis.T).norm()) < 1e-4 * float(moved.norm())
+
+
+@pytest.mark.parametrize("p", [0.05, 0.1])
+def test_dropout_hides_no_words_within_the_rank(p: float) -> None:
+    scores = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = with_lora(ready(llama()), 16, MAPS, lora_dropout=p).train()
+        attack, anatomy = prepared(model)
+        ids = texts(2, 8)
+        backward(model, ids)
+        guess = attack.run(observed(attack, anatomy))
+        assert not guess.certified
+        scores.append(f1(guess, ids))
+    assert min(scores) >= 0.9
+    assert sum(scores) / len(scores) >= 0.95
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows centralized": lambda g: g - g.mean(1, keepdim=True),
+    "columns centralized": lambda g: g - g.mean(0, keepdim=True),
+    "a column masked": lambda g: g * (torch.arange(g.shape[1]) != 3),
+    "rounded to half precision": lambda g: (g * 1024).half().float() / 1024,
+}
+
+
+@pytest.mark.parametrize("rank", [0, 8, 16])
+@pytest.mark.parametrize("change", CHANGES)
+def test_small_changes_hide_no_words(change: str, rank: int) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = with_lora(ready(llama()), rank, MAPS) if rank else ready(llama())
+        attack, anatomy = prepared(model)
+        ids = texts(2, 8)
+        backward(model, ids)
+        guess = attack.run(observed(attack, anatomy, CHANGES[change]))
+        assert f1(guess, ids) >= 0.9
+        if "columns" not in change:  # whose rows still are combinations of the inputs
+            assert not guess.certified
+
+
+@pytest.mark.parametrize("rank", [0, 8, 16])
+def test_rows_of_no_words_name_none(rank: int) -> None:
+    torch.manual_seed(3)
+    model = with_lora(ready(llama()), rank, MAPS) if rank else ready(llama())
+    attack, anatomy = prepared(model)
+    backward(model, texts(2, 8))
+    named = 0
+    for _ in range(5):
+        try:
+            named += len(attack.run(observed(attack, anatomy, torch.randn_like)).types)
+        except UnusableObservation:
+            continue
+    assert named <= 5
+
+
+def planted(types: int, rows: int, changed: bool) -> tuple[Atoms, Tensor, Tensor]:
+    """Return atoms, types and rows that they span, without one coordinate if ``changed``."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(4000, 64, generator=generator)
+    truth = torch.randperm(4000, generator=generator)[:types]
+    gradient = torch.randn(rows, types, generator=generator) @ inputs[truth]
+    gradient[:, 0] *= not changed
+    return Atoms(inputs, torch.zeros(0, 64, dtype=torch.float64)), truth, gradient
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_change_is_not_certified_as_words(changed: bool) -> None:
+    """What a missing coordinate leaves is one direction, which many other atoms fit."""
+    atoms, truth, gradient = planted(8, 12, changed)
+    shared = SharedRows.stack([gradient], atoms.nuisance, rounding=1e-7, noise=[0.0])
+    result = explain(atoms, shared, torch.full((4000,), -3.0))
+    assert set(result.types.tolist()) == set(truth.tolist())
+    assert result.evident == len(truth)
+    assert result.certified is not changed
+
+
+def test_the_rows_above_a_gap() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(12, 5, generator=generator) @ torch.randn(5, 40, generator=generator)
+    none = torch.zeros(0, 40, dtype=torch.float64)
+
+    def stacked(size: float) -> SharedRows:
+        noise = size * torch.randn(12, 40, generator=generator)
+        return SharedRows.stack([rows + noise], none, rounding=1e-7, noise=[0.0])
+
+    assert stacked(0.0).above_gap() is None
+    assert stacked(10.0).above_gap() is None
+    above = stacked(1e-3).above_gap()
+    assert above is not None
+    assert not above.exact
+    assert len(above.principal) == 5
+    values = torch.linalg.svdvals(rows.double())
+    sizes = above.principal.norm(dim=1)
+    torch.testing.assert_close(sizes / sizes[0], values[:5] / values[0], rtol=1e-2, atol=1e-4)
+    # The unit is the noise: in (12, 40) standard noise, singular values are at most about 9.8.
+    assert 0.5 < float(above.singular[5].norm()) / 9.8 < 1.5
+
+
+# Turning towards a gradient's own hidden states: closed forms, and a model that was moved.
+
+
+VOCAB, WIDTH, TOKENS = 1500, 24, 120
+
+
+def turning_observed(gradient):
+    return Observation((GradientSnapshot(0, Stage.SHARED, {"head.weight": gradient}),))
+
+
+@pytest.fixture
+def away():
+    """(gradient, hidden, labels, u): hidden states on both sides of u, all on one of another."""
+    g = generator(1)
+    u, other = F.normalize(torch.randn(2, WIDTH, generator=g), dim=1)
+    hidden = torch.randn(TOKENS, WIDTH, generator=g) + 5 * other - 1.5 * u
+    weight = 0.6 * torch.randn(VOCAB, WIDTH, generator=g)
+    labels = torch.randint(VOCAB, (TOKENS,), generator=g)
+    assert (hidden @ u < 0).float().mean() > 0.8
+    return head_gradient(hidden, labels, weight), hidden, labels, u
+
+
+def test_unused_rows_are_positive_afterwards(away):
+    gradient, hidden, labels, u = away
+    summary, turned = refit_direction(gradient, RowSummary.read(gradient, u), u)
+    assert (hidden @ turned > 0).all()
+    torch.testing.assert_close(summary.projection, gradient @ turned)
+    unused = torch.ones(VOCAB, dtype=torch.bool)
+    unused[labels] = False
+    assert (summary.projection[unused] > 0).all()
+    assert turned.norm() == pytest.approx(1.0)
+
+
+def test_noise_that_hides_the_unused_rows_leaves_u_alone(away):
+    gradient, _, _, u = away
+    noised = gradient + 0.03 * gradient.norm(dim=1).max() * torch.randn(
+        gradient.shape, generator=generator(2)
+    )
+    summary = RowSummary.read(noised, u)
+    after, turned = refit_direction(noised, summary, u)
+    assert turned is u
+    assert after is summary
+
+
+def test_rows_of_used_types_are_not_turned_to_the_positive_side(away):
+    """Small rows of the opposite sign, as label smoothing that was not found leaves them."""
+    gradient, hidden, labels, _ = away
+    u = F.normalize(F.normalize(hidden, dim=1).mean(0), dim=0)
+    unused = ~torch.isin(torch.arange(VOCAB), labels)
+    gradient[unused] = -1e-3 * torch.rand(int(unused.sum()), 1, generator=generator(4)) * u
+    none = torch.zeros(WIDTH)
+    summary = RowSummary(gradient @ u, gradient.norm(dim=1), none)
+    assert refit_direction(gradient, summary, u)[1] is u
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    """The embedded model, text of its own, and private batches with their gradients.
+
+    Before and after 15 steps on them.
+    """
+    module = CausalLMFineTuning(None)
+    start = find_anatomy(copy.deepcopy(module))
+    data = TextDataModule(batch_size=8, length=48)
+    data.setup()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+    cases = []
+    for step, raw in zip(range(16), data.train_dataloader(), strict=False):
+        batch = read_batch(raw, "causal")
+        if step in (0, 15):
+            anatomy = find_anatomy(module)
+            gradient = gradient_of(anatomy, batch, ["head.weight"])["head.weight"]
+            cases.append((gradient, batch.target_ids().unique()))
+        optimizer.zero_grad()
+        module(**raw).backward()
+        optimizer.step()
+    return start, PublicText.sampled_from(start, n=64, length=48), cases
+
+
+@pytest.mark.slow
+def test_text_and_model_that_calibration_has_not_seen(tuned):
+    """Calibrated on the model's own text before training, without a start token and after it."""
+    start, public, cases = tuned
+    attack = AlignedFlatChat(public, lengths=(24, 48), calibration_tokens=1200)
+    attack.prepare(start)
+    for gradient, truth in cases:
+        types = attack.run(turning_observed(gradient)).types
+        right = torch.isin(types, truth).sum().item()
+        assert right / len(types) > 0.94
+        assert right / len(truth) > 0.85

@@ -1,11 +1,12 @@
 """Epsilon against Google's dp-accounting and closed forms; the ledger; the Renyi filter."""
 
-from __future__ import annotations
-
 import builtins
 import math
 import os
 import pickle
+import re
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,16 @@ import scipy.stats
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from scipy import integrate
+from scipy.fft import irfft, rfft
 from scipy.optimize import brentq
+from scipy.stats import norm
 
 from lightning_fedleak.defenses import DefenseError
-from lightning_fedleak.defenses.accounting import accounting
+from lightning_fedleak.defenses.accounting import Accountant, RenyiFilter, accounting
 from lightning_fedleak.defenses.accounting import accounting as privacy_loss
-from lightning_fedleak.defenses.accounting.account import (
-    Accountant,
-    RenyiFilter,
-    best_order,
-)
+from lightning_fedleak.defenses.accounting.account import best_order
 from lightning_fedleak.defenses.accounting.accounting import (
     MAX_EPSILON,
     MIN_NOISE,
@@ -36,10 +36,13 @@ from lightning_fedleak.defenses.accounting.accounting import (
     noise_multiplier_for,
     rdp_of,
 )
+from lightning_fedleak.defenses.accounting.budget import Account, Budget, BudgetSpent
+from lightning_fedleak.defenses.accounting.ledger import client_path
 from lightning_fedleak.evaluation.auditing import curve_tpr, gaussian_epsilon, gaussian_tpr
 from tests.helpers.gaussian import gaussian_delta
 
 pytest.importorskip("opacus")
+
 
 RATES = st.floats(1e-3, 0.3)
 NOISE = st.floats(0.6, 8.0)
@@ -487,3 +490,408 @@ def test_a_curve_equals_google_pld(history) -> None:
 def test_no_release_allows_nothing_and_no_noise_everything() -> None:
     assert curve_of([], "prv") == ((0.0, 0.0),)
     assert curve_of([(0.01, 0.1, 1)], "prv") == ()
+
+
+# The budget of DP-SGD where the data change between two fits of one defence.
+
+
+TARGET, DELTA, BUDGET_STEPS = 2.0, 1e-3, 100
+
+
+def budget(kind: Account = "rdp") -> Budget:
+    return Budget(kind, None, TARGET, DELTA, seeded=False, max_hardenings=None)
+
+
+def fixed(noise: float, *, seeded: bool = False) -> Budget:
+    return Budget("rdp", noise, None, DELTA, seeded=seeded, max_hardenings=None)
+
+
+def spend(budget: Budget, most: int) -> int:
+    for released in range(most):
+        try:
+            budget.check_affords_another()
+        except BudgetSpent:
+            return released
+        budget.settle_next()[1]()
+    return most
+
+
+@pytest.mark.parametrize("path", [None, "ledger"])
+def test_a_settled_release_counts_until_the_budget_changes(
+    path: str | None, tmp_path: Path
+) -> None:
+    local = fixed(2.0)
+    if path:
+        local.open_ledger(tmp_path / path)
+    local.settle(0.1, DELTA, lambda: BUDGET_STEPS)
+    noise, count = local.settle_next()
+    assert local.next_release == (noise, count)
+    for _ in range(3):
+        count()
+    assert (noise, local.accountant.history) == (2.0, ((2.0, 0.1, 3),))
+    local.noise_multiplier = 3.0
+    assert local.next_release is None
+    with pytest.raises(DefenseError, match="are not those of earlier releases"):
+        local.settle_next()
+
+
+@pytest.mark.parametrize(("kind", "saved"), [("rdp", False), ("rdp", True), ("filter", False)])
+def test_noise_is_found_anew_as_long_as_nothing_was_released(kind: Account, saved: bool) -> None:
+    """The first fit ends before its first release; the second has twenty times the batch size."""
+    local = budget(kind)
+    local.settle(0.01, DELTA, lambda: BUDGET_STEPS)
+    before = local.noise_now
+    if saved:
+        state, local = local.state_dict(), budget(kind)
+        local.load_state_dict(state, 0)
+    local.settle(0.2, DELTA, lambda: 2 * BUDGET_STEPS)
+    assert local.noise_now > 2 * before
+    assert spend(local, 3 * BUDGET_STEPS) == 2 * BUDGET_STEPS
+    assert local.privacy.epsilon <= TARGET
+
+
+def test_noise_found_for_a_smaller_sample_rate_covers_nothing_at_a_larger(tmp_path: Path) -> None:
+    """A checkpoint of before the first release, and a ledger with releases at another rate."""
+    first = budget()
+    first.settle(0.05, DELTA, lambda: BUDGET_STEPS)
+    Accountant(ledger=tmp_path / "ledger").record(first.noise_now, 0.2)
+    later = budget()
+    later.open_ledger(tmp_path / "ledger")
+    later.load_state_dict(first.state_dict(), 0)
+    later.settle(0.2, DELTA, lambda: BUDGET_STEPS)
+    assert later.noise_now == first.noise_now
+    assert 0 < spend(later, BUDGET_STEPS) < BUDGET_STEPS / 2
+    assert later.privacy.epsilon <= TARGET
+
+
+@pytest.mark.parametrize("through", ["checkpoint", "ledger"])
+def test_releases_with_noise_that_can_be_guessed_stay_infinite(
+    tmp_path: Path, through: str
+) -> None:
+    def made(seeded: bool) -> Budget:
+        local = fixed(1.0, seeded=seeded)
+        if through == "ledger":
+            local.open_ledger(tmp_path / "ledger")
+        return local
+
+    seeded = made(True)
+    seeded.settle(0.1, DELTA, lambda: BUDGET_STEPS)
+    assert spend(seeded, 3) == 3
+    resumed = made(False)
+    if through == "checkpoint":
+        resumed.load_state_dict(seeded.state_dict(), 3)
+    with pytest.raises(
+        DefenseError, match=r"noise_multiplier=1 .* are not those of the 3 releases before, 0 "
+    ):
+        resumed.settle(0.1, DELTA, lambda: BUDGET_STEPS)
+    assert resumed.accountant.steps == 3
+    assert resumed.privacy.epsilon == math.inf
+    with pytest.raises(DefenseError, match="are not those of earlier releases"):
+        resumed.settle_next()[1]()
+
+
+@pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.2), (2.0, 0.1)])
+def test_another_noise_or_rate_than_before_is_refused_at_setup(noise: float, rate: float) -> None:
+    first = fixed(1.0)
+    first.settle(0.1, DELTA, lambda: BUDGET_STEPS)
+    assert spend(first, 3) == 3
+    first.settle(0.1, DELTA, lambda: 2 * BUDGET_STEPS)
+    later, other = fixed(noise), fixed(noise)
+    later.load_state_dict(first.state_dict(), 3)
+    with pytest.raises(DefenseError, match=r"those of the 3 releases before, 1 and 0\.1"):
+        later.settle(rate, DELTA, lambda: BUDGET_STEPS)
+    other.settle(rate, DELTA, lambda: BUDGET_STEPS)  # restored after the loader was made
+    other.load_state_dict(first.state_dict(), 3)
+    with pytest.raises(DefenseError, match="those of the 3 releases"):
+        other.check_not_overdrawn()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_at_the_same_rate_it_covers_the_planned_steps(saved: bool) -> None:
+    plan = budget()
+    plan.settle(0.05, DELTA, lambda: BUDGET_STEPS)
+    assert spend(plan, 30) == 30
+    if saved:
+        state, plan = plan.state_dict(), budget()
+        plan.load_state_dict(state, 30)
+    plan.settle(0.05, DELTA, lambda: BUDGET_STEPS)
+    assert spend(plan, BUDGET_STEPS) == BUDGET_STEPS - 30
+    assert plan.privacy.epsilon == pytest.approx(TARGET, rel=0.01)
+    assert plan.privacy.epsilon <= TARGET
+
+
+# Batches of a fixed number: pairs of laws, and their composition, against computations of them.
+
+
+FIXED = "without_replacement"
+FIXED_BATCHES_DELTA = 1e-5
+CELLS = [(3.0, 0.01, 25), (1.0, 0.1, 100)]
+
+
+def composed(
+    sigma: float, rate: float, rounds: int, *, up: bool, width: float = 2e-4
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return losses and masses of all rounds, by FFT of a mesh of one pair made of two.
+
+    Losses are rounded up, so that every delta is an upper bound, or down. They are read off
+    cells of the outcome, whose masses are differences of normal distribution functions.
+    """
+    ends = np.linspace(-10 * sigma, 1 + 10 * sigma, 400_001)
+    p, q = np.diff(norm.cdf(ends, 1, sigma)), np.diff(norm.cdf(ends, 0, sigma))
+    first, second = (1 - rate) * q + rate * p, (1 - rate) * p + rate * q
+    seen = (p > 0) & (q > 0)
+    p, q, first, second = p[seen], q[seen], first[seen], second[seen]
+    above = first > q
+    masses = np.concatenate([first[above], p[~above]])
+    losses = np.log(np.concatenate([(first / q)[above], (p / second)[~above]]))
+    return summed(masses, losses, rounds, up=up, width=width)
+
+
+def summed(
+    masses: NDArray[np.float64], losses: NDArray[np.float64], rounds: int, *, up: bool, width: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    rounded = np.ceil if up else np.floor
+    places = rounded(losses / width).astype(int)
+    size = 1 << 19
+    mesh = np.bincount(places % size, masses, size)
+    mesh[0] += max(1 - mesh.sum(), 0.0)  # the rest is of loss 0
+    sums = np.maximum(irfft(rfft(mesh) ** rounds, size), 0.0)
+    steps = np.arange(size)
+    return width * np.where(steps < size // 2, steps, steps - size), sums
+
+
+def epsilon_at(losses: NDArray[np.float64], masses: NDArray[np.float64]) -> float:
+    low, high = 0.0, 50.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        above = losses > middle
+        delta = -(masses[above] * np.expm1(middle - losses[above])).sum()
+        low, high = (middle, high) if delta > FIXED_BATCHES_DELTA else (low, middle)
+    return high
+
+
+@pytest.mark.parametrize(("sigma", "rate", "rounds"), CELLS)
+def test_epsilon_is_that_of_a_mesh_of_the_pair(sigma: float, rate: float, rounds: int) -> None:
+    low, high = (epsilon_at(*composed(sigma, rate, rounds, up=up)) for up in (False, True))
+    found = epsilon_of([(sigma, rate, rounds)], FIXED_BATCHES_DELTA, "prv", FIXED)
+    assert low <= found <= 1.006 * high
+    assert (low + high) / 2 == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate", "order"), [(1.0, 0.1, 2.0), (0.6, 0.3, 5.5), (8, 0.01, 32)]
+)
+def test_renyi_divergence_is_the_pairs(sigma: float, rate: float, order: float) -> None:
+    mp = pytest.importorskip("mpmath")
+    with mp.workdps(40):
+
+        def terms(x: float) -> float:
+            p, q = (mp.npdf(x, mean, sigma) for mean in (1, 0))
+            first, second = (1 - rate) * q + rate * p, (1 - rate) * p + rate * q
+            return first**order * q ** (1 - order) if p > q else p**order * second ** (1 - order)
+
+        rest = (1 - mp.mpf(rate)) * (2 * mp.ncdf(0.5 / sigma) - 1)
+        places = [*mp.linspace(0.5 - 12 * sigma, 0.5, 9), *mp.linspace(0.5, order + 12 * sigma, 33)]
+        moment = mp.quad(terms, places) + rest
+        expected = float(mp.log(moment) / (order - 1))
+    assert rdp_of(sigma, rate, FIXED)[ORDERS.index(order)] == pytest.approx(expected, rel=1e-9)
+
+
+def test_accountants_targets_and_filters_use_the_same_account() -> None:
+    sigma, rate, rounds = CELLS[1]
+    account = Accountant("prv", sampling=FIXED)
+    account.step(sigma, rate, rounds)
+    assert account.epsilon(FIXED_BATCHES_DELTA) == epsilon_of(
+        [CELLS[1]], FIXED_BATCHES_DELTA, "prv", FIXED
+    )
+    for kind in ("prv", "rdp"):
+        noise = noise_multiplier_for(3.0, FIXED_BATCHES_DELTA, rate, rounds, kind, FIXED)
+        assert epsilon_of(
+            [(noise, rate, rounds)], FIXED_BATCHES_DELTA, kind, FIXED
+        ) == pytest.approx(3, abs=1e-3)
+    budget = RenyiFilter(3.0, FIXED_BATCHES_DELTA, sampling=FIXED)
+    budget.begin(noise, rate)
+    assert budget.allows(noise, rate, rounds - 1)
+    assert not budget.allows(noise, rate, rounds + 1)
+
+
+# A ledger never touches a file that is not its own, and says what it does not take and why.
+
+
+OWN = b"1.0 0.01 5\n0.5 1e-05 3\n"
+
+
+def names(path: Path) -> str:
+    """What begins the error of a ledger at ``path``: the argument."""
+    return rf"^ledger={re.escape(repr(str(path)))} "
+
+
+@pytest.mark.parametrize(
+    "tail", [b"", b"7", b"2.0 0.", b"2.0 0.01 ", b"2.0 0.01 4", b"1e-", b"1\r"]
+)
+def test_reading_writes_nothing_and_half_a_line_goes_with_the_next_release(
+    tmp_path: Path, tail: bytes
+) -> None:
+    path = tmp_path / "ledger"
+    path.write_bytes(OWN + tail)
+    ledger = Accountant(ledger=path)
+    assert (ledger.steps, path.read_bytes()) == (8, OWN + tail)
+    ledger.record(1.0, 0.01, 2)
+    assert path.read_bytes() == OWN + b"1.0 0.01 2\n"
+    assert ledger.steps == Accountant(ledger=path).steps == 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"Dear diary",
+        b"Dear diary\ntoday 1.0 0.01 5",
+        b" ",
+        b"\n",
+        OWN + b"2.0 2.0 ",
+        OWN + b"1_0",
+        OWN + b"1 2 3 4",
+        OWN + b"7" * 200,
+        OWN + b"\xff\xfe",
+        OWN + b"\n",
+        OWN + b" 1.0 0.01 1\n",
+        OWN + b"1.0 0.01 1 \n",
+        OWN + "\uff11.0 0.01 1\n".encode(),
+        OWN + b"nan 0.01 1\n",
+        OWN + b"1.0 0.01 0\n",
+        OWN + b"1.0 0.01 1" + b"0" * 5000 + b"\n",
+    ],
+    ids=lambda text: ascii(text[-24:]),
+)
+def test_a_file_of_someone_else_stays_as_it_was(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "ledger"
+    path.write_bytes(text)
+    with pytest.raises(DefenseError, match=names(path)) as refused:
+        Accountant(ledger=path)
+    assert path.read_bytes() == text
+    assert "diary" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["ledger.at-most-9-of-25", "ledger.at-most-9-of-25.0-of-2"])
+@pytest.mark.parametrize("unit", ["example", "user"])
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_ledger_of_truncated_batches_is_not_gone_on_from(
+    tmp_path: Path, name: str, unit: str, clients: int
+) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(DefenseError, match=f"{names(tmp_path / name)}.*another unit of privacy"):
+        client_path(tmp_path / "ledger", 0, clients, unit)
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def link(path: Path) -> None:
+    path.with_name("target").write_bytes(OWN)
+    path.symlink_to(path.with_name("target"))
+
+
+def link_to_nowhere(path: Path) -> None:
+    path.symlink_to(path.with_name("target"))
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def local_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(path))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes pipes and sockets")
+@pytest.mark.parametrize("make", [folder, link, link_to_nowhere, pipe, local_socket])
+def test_what_is_no_file_is_neither_opened_nor_written(
+    tmp_path: Path, monkeypatch, make: Callable[[Path], None]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's name may not be long
+    path = Path("ledger")
+    make(path)
+    before = sorted(p.name for p in Path().iterdir())
+
+    def opened(*_: object) -> int:
+        raise AssertionError("a pipe would wait here for ever")
+
+    with monkeypatch.context() as closed:
+        closed.setattr(os, "open", opened)
+        with pytest.raises(DefenseError, match=names(path) + "is no regular file"):
+            Accountant(ledger=path)
+    assert sorted(p.name for p in Path().iterdir()) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes pipes")
+@pytest.mark.parametrize("make", [folder, link, pipe])
+def test_what_took_the_place_of_the_file_is_not_written(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "ledger"
+    path.write_bytes(OWN)
+    ledger = Accountant(ledger=path)
+    path.unlink()
+    make(path)
+    with pytest.raises(DefenseError, match=names(path)):
+        ledger.record(1.0, 0.01)
+    assert ledger.steps == 8
+    if path.is_symlink():
+        assert path.read_bytes() == OWN
+
+
+def test_what_another_wrote_behind_a_torn_line_is_not_cut(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "ledger"
+    path.write_bytes(OWN)
+    ledger, write = Accountant(ledger=path), os.write
+
+    def beside(descriptor: int, data: bytes) -> int:
+        written = write(descriptor, data[:3])
+        write(descriptor, b"someone else's")
+        return written
+
+    monkeypatch.setattr(os, "write", beside)
+    with pytest.raises(DefenseError, match=names(path)):
+        ledger.record(1.0, 0.01)
+    assert path.read_bytes().endswith(b"someone else's")
+    assert ledger.steps == 8
+
+
+def test_a_full_disk_behind_half_a_line_counts_nothing(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "ledger"
+    path.write_bytes(OWN + b"1.0 0")
+    ledger, write = Accountant(ledger=path), os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
+    with pytest.raises(DefenseError, match="fit on the disk"):
+        ledger.record(1.0, 0.01)
+    monkeypatch.undo()
+    assert path.read_bytes() == OWN
+    ledger.record(1.0, 0.01, 2)
+    assert ledger.steps == Accountant(ledger=path).steps == 10
+
+
+@pytest.mark.parametrize("count", [5, 5.0])
+def test_whatever_is_recorded_can_be_read_again(tmp_path: Path, count: float) -> None:
+    path = tmp_path / "ledger"
+    ledger = Accountant(ledger=path)
+    for sigma, rate in ((-0.0, 1), (1, 5e-324), (1.7976931348623157e308, 0.1), (1e16, 1e-5)):
+        ledger.record(sigma, rate, count)  # type: ignore[arg-type]
+    assert Accountant(ledger=path).history == ledger.history
+    assert all(isinstance(row[2], int) for row in ledger.history)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, 1.5])
+def test_of_a_checkpoint_that_holds_no_counts_nothing_is_taken(tmp_path: Path, bad: float) -> None:
+    other = Accountant()
+    other.record(1.0, 0.01, 3)
+    other.record(2.0, 0.01, 3)
+    state = other.state_dict()
+    state["releases"][1, 2] = bad
+    path = tmp_path / "ledger"
+    ledger = Accountant(ledger=path)
+    with pytest.raises(DefenseError, match="count"):
+        ledger.load_state_dict(state)
+    assert ledger.steps == 0
+    assert not path.exists()

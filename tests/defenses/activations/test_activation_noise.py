@@ -1,7 +1,5 @@
 """Noise and compression of states: laws, gradients, checkpointing, compilation, refusals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

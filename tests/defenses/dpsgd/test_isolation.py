@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -137,7 +138,7 @@ def test_rows_are_made_and_hold_nothing_of_the_data() -> None:
         return own_loss(model, batch)
 
     first_step(model, loss, rows, collate)
-    alone, company, _, first = seen[:4]  # later ones are of the rehearsal of the step
+    alone, company, *_, first = seen[:6]  # later ones are of the rehearsal of the step
     assert alone.shape == (1, isolation.TOKENS)
     assert torch.equal(company[1, : isolation.TOKENS], alone[0])
     assert [int((row != 0).sum()) for row in company] == [isolation.LONG, isolation.TOKENS, 1, 0]
@@ -181,7 +182,7 @@ def test_half_precision_is_compared_in_float32(precision: str) -> None:
 
     mixed = precision if precision == "bf16-mixed" else None
     defense = first_step(model, loss, Rows(5, "longer", True), collate, mixed)
-    assert dtypes[:5] == [torch.float32] * 2 + [torch.bfloat16] * 3  # then the step's
+    assert dtypes[:7] == [torch.float32] * 4 + [torch.bfloat16] * 3  # then the step's
     assert defense._isolation.moved < 1e-5
     assert {p.dtype for p in model.parameters()} == {
         torch.bfloat16 if precision == "bf16-true" else torch.float32
@@ -245,11 +246,11 @@ def test_what_cannot_be_measured_is_said() -> None:
 
     def loss(batch: Any) -> Tensor:
         logits = model(batch)
-        scale = torch.randn(len(batch), 1, 1).abs()  # of its own
+        scale = torch.empty(len(batch), 1, 1).exponential_()  # which is not planted
         return mean_of_sample_means(logits * scale, batch, causal=True)
 
     with pytest.warns(
-        UserWarning, match=f"{WARNING}: the step or the collate function draws random numbers"
+        UserWarning, match=f"{WARNING}: training_step draws random numbers other than"
     ):
         defense = first_step(model, loss, [*torch.randint(40, (8, 6))])
     assert "Not measured: that an example's gradient depends" in defense.guarantee
@@ -302,8 +303,115 @@ def test_a_factor_that_counts_the_batch_is_refused(name: str) -> None:
     def loss(batch: Any) -> Tensor:
         return SCALED[name](model(**batch).loss, (batch["labels"] != -100).sum())
 
-    with pytest.raises(DefenseError, match=r"division by all labels|scaled by a tensor"):
+    with pytest.raises(DefenseError, match=r"scaled by a (tensor|number that changes)"):
         first_step(model, loss, Rows(5, "longer", True), collate)
+
+
+CAPPED: dict[str, Callable[[Tensor], Tensor]] = {
+    "capped": lambda loss: loss * min(1.0, 50 / loss.item()),
+    "another form": lambda loss: loss * 0.1 if loss.item() > 50 else loss,
+}
+
+
+@pytest.mark.parametrize("name", CAPPED)
+@pytest.mark.parametrize("batched", [True, False])
+def test_a_loss_that_its_own_size_scales_is_refused(name: str, batched: bool) -> None:
+    """No batch has so large a loss, neither of the data nor of made rows."""
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    values, labels = torch.rand(8, 4), torch.tensor([0, 0, 0, 1, 2, 1, 0, 2])
+    seen: list[float] = []
+
+    def loss(batch: Any) -> Tensor:
+        value = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        seen.append(value.item())
+        return CAPPED[name](value) if batched else value
+
+    rows = [*zip(values, labels.tolist(), strict=True)]
+    if not batched:
+        assert first_step(model, loss, rows)._isolation.moved < 1e-5
+        return
+    with pytest.raises(DefenseError, match=r"number that changes|the size of a batch's loss"):
+        first_step(model, loss, rows)
+    assert max(seen[:2]) < 5 < 50 < max(seen[2:])
+
+
+@pytest.mark.parametrize("weigh", [lambda share: float(share), lambda share: share])
+def test_a_factor_that_counts_labels_of_the_batch_is_refused(weigh: Any) -> None:
+    """The example whose form made rows have has the label zero, and so has every second row."""
+    model = nn.Sequential(nn.Linear(4, 2))
+    rows = [(torch.rand(4), index % 2) for index in range(8)]
+
+    def loss(batch: Any) -> Tensor:
+        share = (batch[1] == 1).double().mean() + 0.1
+        return nn.functional.cross_entropy(model(batch[0]), batch[1]) / weigh(share)
+
+    with pytest.raises(DefenseError, match="scaled by a number that changes"):
+        first_step(model, loss, rows)
+
+
+def masked_by(draw: Callable[[torch.Size], Tensor]) -> Callable[[Any], Any]:
+    """Return a collate function that hides the tokens that ``draw`` says, also as labels."""
+
+    def masked(rows: Any) -> Any:
+        batch = collate(rows, is_causal=False)
+        hidden = draw(batch["labels"].shape) & (batch["labels"] != -100)
+        return batch | {
+            "labels": batch["labels"].masked_fill(~hidden, -100),
+            "input_ids": batch["input_ids"].masked_fill(hidden, 3),
+        }
+
+    return masked
+
+
+def fixed_number(shape: torch.Size) -> Tensor:
+    """Return masks of four tokens of a whole batch, however many rows it has."""
+    order = torch.rand(shape).flatten().argsort()
+    return (order.argsort() < 4).view(shape)
+
+
+def by_row(shape: torch.Size) -> Tensor:
+    return torch.stack([torch.rand(shape[1]) < 0.4 for _ in range(shape[0])])
+
+
+def by_numpy(shape: torch.Size) -> Tensor:
+    return torch.from_numpy(np.random.random(shape) < 0.4)
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (by_row, ""),
+        (fixed_number, "other rows of a batch change .* Compute each row from that row"),
+        (by_numpy, r"at once, by torch\.rand or torch\.bernoulli"),
+    ],
+)
+def test_masks_of_a_collate_function(draw: Any, message: str) -> None:
+    model = MODELS["BERT, masked"]()
+
+    def step() -> DPSGD:
+        return first_step(
+            model, lambda batch: own_loss(model, batch), Rows(7, "longer", True), masked_by(draw)
+        )
+
+    if not message:
+        isolated = step()._isolation
+        assert (isolated.reason, isolated.moved < 1e-6) == ("", True)
+        return
+    with pytest.raises(DefenseError, match=message):
+        step()
+
+
+def test_memory_that_runs_out_is_said_and_no_smaller_row_takes_its_place() -> None:
+    model = tiny_llama(vocab=120).train()
+
+    def loss(batch: Any) -> Tensor:
+        if batch["input_ids"].numel() > 4 * 64:
+            raise torch.OutOfMemoryError("out of memory")
+        return own_loss(model, batch)
+
+    with pytest.warns(UserWarning, match=rf"{WARNING}: .*out of memory \(rows of .*{128}"):
+        defense = first_step(model, loss, Rows(5, "longer", True), collate)
+    assert "Not measured: that an example's gradient depends" in defense.guarantee
 
 
 def test_sound_rows_give_no_warning() -> None:

@@ -123,9 +123,9 @@ def test_no_reference_has_seen_a_row_that_it_scores(
     rows = pool.references
     assert rows is not None
     sets = [{content(rows_of[i]) for i in range(len(rows_of))} for rows_of in rows.data]
-    for text, seen, is_scored in zip(pool.texts, rows.seen, pool.alone, strict=True):
-        scorer = sets[-1] if seen else sets[0]
-        assert not is_scored or tuple(text.ids.tolist()) not in scorer
+    for text, seen, is_scored in zip(pool.texts, rows.seen.T, pool.alone, strict=True):
+        was_read = [tuple(text.ids.tolist()) in one for one in sets]
+        assert not is_scored or was_read == seen.tolist()
     whole = {content(row) for row in data.dataset}
     assert all(one <= whole for one in sets)
     if len(sets) == 1:
@@ -170,12 +170,13 @@ def heard() -> Iterator[list[str]]:
         rank_zero.log.setLevel(level)
 
 
-@pytest.fixture(scope="module", params=["one", "halves"])
+@pytest.fixture(scope="module", params=["one", "halves", "four"])
 def whole(request: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Return a fit beside references, which were trained on rows that are not asked, or halves."""
     folder = tmp_path_factory.mktemp("auto")
     data = halved(600 if request.param == "one" else 390)
-    watching = monitor(folder / "run", BOTH, auto())
+    settings = auto(references=4 if request.param == "four" else 1)
+    watching = monitor(folder / "run", BOTH, settings)
     kept = ModelCheckpoint(folder / "kept", every_n_epochs=1, save_top_k=-1)
     with heard() as messages:
         _, module = fit([watching, kept], data=data, lr=3e-3, enable_checkpointing=True)
@@ -196,9 +197,9 @@ def test_beside_its_reference_members_are_told_better(whole: Any) -> None:
 def test_a_model_that_saw_none_of_the_rows_is_not_told(whole: Any) -> None:
     """The null: what the reference says is of no use without memory of the rows."""
     _, module = fit([], data=mixed(len(whole.data), seed=77), lr=3e-3)
-    pool, base, reference = whole.channel.pool, whole.channel._base, whole.channel._reference
+    pool, base, references = whole.channel.pool, whole.channel._base, whole.channel._references
     now = token_log_probs(find_anatomy(module.model), pool.texts)
-    game = ReleasedModel(now, base, torch.ones(len(pool.texts)), reference=reference)
+    game = ReleasedModel(now, base, torch.ones(len(pool.texts)), references=references)
     values = membership_values(CombinedReference().score(game), pool.trains)
     assert values["auc_low"] < 0.5 < values["auc_high"]
     assert values["auc"] == pytest.approx(0.5, abs=0.13)  # 3 standard errors of 100 on 100 texts
@@ -208,14 +209,15 @@ def test_setup_record_report_and_card_say_which_it_was(whole: Any) -> None:
     n = len(whole.data)
     said = {
         "one": f"a reference is trained on {n} rows, which are not asked about",
-        "halves": f"two references are trained, one after the other, on halves of {2 * n} rows",
+        "halves": f"2 references are trained, one after the other, on halves of {2 * n} rows, too",
+        "four": f"4 references are trained, one after the other, on halves of {2 * n} rows (",
     }
     [first] = [message for message in whole.messages if said[whole.kind] in message]
     assert not any("GPU available" in message for message in whole.messages[5:])
     assert re.search(r"about [\d.]+ s a pass, 3 passes\)\. For that time a second model", first)
     assert any("training references took" in message for message in whole.messages)
     [pool] = of_kind(whole.folder, "pool")
-    models = 1 if whole.kind == "one" else 2
+    models = {"one": 1, "halves": 2, "four": 4}[whole.kind]
     assert pool["reference"].items() >= {"kind": "auto", "rows": n, "models": models}.items()
     words = f"trained by the run's recipe on {n} other rows"
     found = findings(read([whole.folder]))

@@ -20,6 +20,7 @@ from lightning_fedleak.attacks.texts.base import TextGuess
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization, Options
 from lightning_fedleak.engine.channels.released import pool
+from lightning_fedleak.engine.channels.released.audit import Comparison
 from lightning_fedleak.engine.channels.words import WordsChannel, WordTruth, _texts_of
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.entities import FoundEntities
@@ -188,6 +189,19 @@ def test_values_in_labels_are_shown_and_those_in_prompts_are_not(run: SimpleName
     assert run.latest["leakage/worst/memorization"] == run.latest["leakage/combined/auc"]
     assert not any("entity/phone" in name and "shown" in name for name in run.latest)
     assert "Values, phone in the label" in page(findings(read([run.folder])))
+
+
+def test_values_in_prompts_that_refute_the_draw_are_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(compared: Comparison, *, drawn: bool) -> str | None:
+        return "of different kinds" if compared.part == "prompts" and drawn else None
+
+    monkeypatch.setattr(Comparison, "why_unknown", find)
+    fit([watch(tmp_path)], model(), leave_out(rows()[0], 100, seed=1)[0], max_epochs=1)
+    prompt, label = (lines(tmp_path, f"entity/phone/{side}")[-1] for side in ("prompt", "label"))
+    assert "the rows left out are of different kinds" in prompt["unknown"]
+    assert label["metrics"]["auc"]["value"] is not None
 
 
 def test_no_value_is_in_a_file_of_the_run(run: SimpleNamespace) -> None:

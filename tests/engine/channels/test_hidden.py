@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -30,10 +31,11 @@ from lightning_fedleak import (
     TokenLDP,
 )
 from lightning_fedleak.attacks import WordGuess
+from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.defenses import Defense, mean_of_sample_means
 from lightning_fedleak.engine.channels import hidden
 from lightning_fedleak.engine.channels.hidden import best_f1
-from lightning_fedleak.model.snapshots import NotYet
+from lightning_fedleak.model.snapshots import NotYet, Stage
 from tests.engine.test_step_again import VOCAB, adapted, trained
 from tests.helpers.settings import QUIET
 
@@ -53,6 +55,22 @@ def test_no_reader_of_drawn_noise_exceeds_the_bound_and_the_best_one_reaches_it(
     best = max(f1(ratios > t) for t in np.linspace(-8, 8, 65))
     assert best == pytest.approx(best_f1(distances, types, vocabulary), abs=0.01)
     assert max(f1(projections > z) for z in np.linspace(-4, 8, 61)) <= best + 0.01
+
+
+@pytest.mark.parametrize("sigma", [0.7, 1.0, 2.0])
+def test_the_best_reader_of_candidates_of_which_half_are_in_reaches_the_bound(sigma) -> None:
+    """Of each pair with opposite gradients one is in the batch, so that its size shows nothing."""
+    generator = np.random.default_rng(1)
+    signs = generator.choice([-1.0, 1.0], 2000)
+    released = signs + sigma * generator.normal(size=2000)
+    members, others = signs * released, -signs * released
+    auc = float((members[:, None] > others).mean())
+    run = SimpleNamespace(defenses=[], client="rank", is_sharded=False, anatomy=SimpleNamespace())
+    run.anatomy.embedding_rows = 400
+    bound = hidden.HiddenWords(run, lambda *_: {}, frozenset()).bound(
+        SimpleNamespace(example_norm=0.5), 0.5 * sigma, games=True
+    )
+    assert auc == pytest.approx(bound, abs=0.02)
 
 
 def test_clipped_gradients_differ_by_no_more_than_is_said() -> None:
@@ -176,8 +194,8 @@ def noise_multiplier(multiplier: float) -> DPSGD:
     ("defenses", "auc"),
     [
         ([], None),
-        ([noise_multiplier(1.0)], 0.760),  # of N(0, 1) and N(1, 1)
-        ([noise_multiplier(20.0)], 0.514),
+        ([noise_multiplier(1.0)], 0.921),  # of N(-1, 1) and N(1, 1)
+        ([noise_multiplier(20.0)], 0.528),
         ([GradientNoise(1.0, 100.0)], 1.0),
         ([GradientNoise(1.0, 100.0), GradientCompression("int8")], 1.0),
         ([TokenLDP("grr", 1.0, seed=1)], 1.0),
@@ -252,6 +270,24 @@ def test_a_retry_between_looks_has_a_control(tmp_path: Path) -> None:
     assert gate.fired is not None
     assert gate.fired.step == 1
     assert "this attack cannot show more than" in gate.fired.why
+
+
+def test_a_failure_at_another_stage_lets_no_spared_attack_wait(tmp_path, monkeypatch) -> None:
+    run = GradientMembership.run
+
+    def fail(attack: Any, view: Any, query: Any = None) -> Any:
+        if view.gradients[-1].stage is Stage.LOCAL:
+            raise RuntimeError("a layer of another kind")
+        return run(attack, view, query)
+
+    monkeypatch.setattr(GradientMembership, "run", fail)
+    games = Games(held_out=PublicText([x["input_ids"] - 1 for x in batches(20, 2)]), targets=8)
+    settings = WatchSettings(stages=["local", "shared"])
+    monitor = LeakageMonitor(every_n_steps=1, games=games, settings=settings)
+    fit(Tuned(), [GradientNoise(1.0, 0.0)], 3, [monitor], tmp_path)
+    table = monitor.to_dataframe()
+    [reason] = table[table.attack == "subspace_membership"].unknown
+    assert reason.startswith("not played")
 
 
 class Dithered(Defense):

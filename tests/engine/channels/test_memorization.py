@@ -41,7 +41,6 @@ from lightning_fedleak.defenses.accounting.accounting import curve_of
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.released.audit import Audit
 from lightning_fedleak.engine.channels.released.pool import (
-    PACKED,
     Pool,
     affordable,
     collect,
@@ -96,12 +95,12 @@ def fit(
     module = model if isinstance(model, L.LightningModule) else CausalLMModule(model, lr, "adamw")
     settings = {"max_epochs": 3, "enable_checkpointing": False, **more}
     path, validate = settings.pop("ckpt_path", None), settings.pop("validate", False)
-    collate = settings.pop("collate_fn", None)
+    collate, shuffle = settings.pop("collate_fn", None), settings.pop("shuffle", True)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, **quiet | settings)
     data = leave_out(rows(), 140, seed=1)[0] if data is None else data
     validation = DataLoader(data, batch_size=8) if validate else None
-    loader = DataLoader(data, batch_size=8, shuffle=True, collate_fn=collate)
+    loader = DataLoader(data, batch_size=8, shuffle=shuffle, collate_fn=collate)
     trainer.fit(module, loader, validation, ckpt_path=path)
     return trainer, module
 
@@ -200,15 +199,30 @@ def test_a_draw_that_the_rows_refute_is_unknown(tmp_path: Path) -> None:
     assert math.isnan(watching.latest["leakage/worst/memorization"])
 
 
-def test_an_empty_row_does_not_switch_the_test_of_the_draw_off(tmp_path: Path) -> None:
-    ones = torch.ones(14, dtype=torch.long)
-    given = [row | {"attention_mask": ones} for row in rows()]
-    empty = {"input_ids": 0 * ones, "labels": -100 * ones, "attention_mask": 0 * ones}
-    given[5::50] = [empty] * len(given[5::50])
-    drawn = leave_out(given, 140, seed=1)[0]
-    pool = collect(DataLoader(drawn, batch_size=8, shuffle=True), SETTINGS, READ)
-    assert len(pool.texts) > 100
-    assert pool.no_game != PACKED
+def test_the_draw_of_packed_rows_is_tested_too(tmp_path: Path) -> None:
+    """Each row holds two texts; a base that was trained on the members refutes the draw."""
+    packed = [row | {"position_ids": torch.arange(28) % 14} for row in rows(400, 28)]
+    data = leave_out(packed, 140, seed=1)[0]
+    pool = collect(DataLoader(data, batch_size=8, shuffle=True), SETTINGS, READ)
+    assert pool.owners is not None
+    assert {*torch.bincount(pool.owners).tolist()} == {2}
+    _, module = fit([], data=data)
+    fit([combined(tmp_path)], module.model, data, max_epochs=1)
+    assert "the base knows one side" in lines(tmp_path)[-1]["unknown"]
+
+
+def test_members_that_are_first_in_order_are_not_compared(tmp_path: Path) -> None:
+    """Halves in different words come one after the other: the first alone is not like the rest."""
+    data = rows()
+    for row in data[200:]:
+        row["input_ids"] = row["labels"] = 3 + row["input_ids"] % 100
+    data = leave_out(data, 140, seed=1)[0]
+    for is_shuffled in (False, True):
+        folder = tmp_path / str(is_shuffled)
+        fit([combined(folder)], data=data, lr=0.0, max_epochs=1, shuffle=is_shuffled)
+        half, *_, end = (line.get("unknown") or "" for line in lines(folder))
+        assert ("members so far and non-members are not drawn" in half) is not is_shuffled
+        assert end == ""
 
 
 def test_what_scores_know_without_the_training_is_logged(whole: Any) -> None:

@@ -18,17 +18,19 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import rankdata
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, CombinedReference
-from lightning_fedleak.attacks.memorization.scores import MAX_GAIN, MIN_WEIGHT
+from lightning_fedleak.attacks.memorization.references import MIN_WEIGHT
+from lightning_fedleak.attacks.memorization.scores import MAX_GAIN
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.reference import describe_reference, measure_strength
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.released import check_unseen, membership_values
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.snapshots import ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.snapshots import References, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps.tokens import Text, token_log_probs
 from lightning_fedleak.private_files import hash_tensors, plain_name
 from lightning_fedleak.report import findings, model_card, page, read
@@ -145,6 +147,34 @@ def test_a_reference_that_has_seen_rows_is_refused(side: str, tmp_path: Path) ->
         fit([watching], data=data)
 
 
+def test_several_references_with_and_without_each_row(tmp_path: Path) -> None:
+    """Four are trained on random halves of all rows, which their data sets name."""
+    rows = language(400, seed=2)
+    data = leave_out(rows, 140, seed=1)[0]
+    halves, models = [], []
+    for seed in range(4):
+        order = torch.randperm(400, generator=torch.Generator().manual_seed(seed)).tolist()
+        halves.append(Subset(rows, sorted(order[:200])))
+        models.append(fit([], data=halves[-1])[1].model)
+    watching = with_reference(tmp_path, models, rows=halves)
+    fit([watching], data=data)
+    [channel] = {c for s, c in watching.engine.series.items() if s.name == "combined"}
+    numbers = {tuple(row["input_ids"].tolist()): n for n, row in enumerate(rows)}
+    asked = [numbers[tuple(text.ids.tolist())] for text in channel.pool.texts]
+    expected = [[n in half.indices for n in asked] for half in halves]
+    assert channel._references.inside.tolist() == expected
+    several, without = (lines(tmp_path, name)[-1] for name in ("combined_reference", "combined"))
+    assert several["metrics"]["auc"]["value"] > without["metrics"]["auc"]["value"]
+    [pool] = of_kind(tmp_path, "pool")
+    assert (pool["reference"]["models"], pool["reference"]["rows"]) == (4, 200)
+    with pytest.raises(ValueError, match="before the training"):  # of members alone
+        fit([with_reference(tmp_path / "own", models, rows=[data, *halves[1:]])], data=data)
+    with pytest.raises(ValueError, match="as many entries as reference has"):
+        Memorization(reference=models, reference_rows=halves[:2])
+    with pytest.raises(ValueError, match="for reference='auto' or a function"):
+        Memorization(reference=models, references=2)
+
+
 def test_a_sound_reference_is_refused_by_chance_alone() -> None:
     torch.manual_seed(0)
     base, other = (token_log_probs(find_anatomy(tiny()), texts()) for _ in range(2))
@@ -154,7 +184,7 @@ def test_a_sound_reference_is_refused_by_chance_alone() -> None:
         noisy = other._replace(log_probs=-torch.rand(other.log_probs.shape, generator=draw))
         trains = torch.rand(len(other.labels), generator=draw) < 0.5
         try:
-            check_unseen(noisy, base, torch.ones(len(trains)), trains)
+            check_unseen(References.unseen(noisy), base, torch.ones(len(trains)), trains)
         except ValueError:
             refused += 1
     assert refused <= 3  # 0.3 are expected
@@ -290,7 +320,8 @@ def test_a_weak_reference_by_its_gain_on_the_others_and_its_rows(own, its, rows,
     noise -= noise[~members].mean()
     memorized = members * 1.5  # of the members alone: says nothing of the reference
     base, now = snapshot(torch.zeros(60)), snapshot(own + noise + memorized)
-    game = ReleasedModel(now, base, torch.ones(60), reference=snapshot(its + noise))
+    references = References.unseen(snapshot(its + noise))
+    game = ReleasedModel(now, base, torch.ones(60), references=references)
     strength = measure_strength(game, members, rows, 100)
     assert math.isnan(strength.share) if own == 0 else strength.share == pytest.approx(its / own)
     assert bool(strength.weak) == bool(weak)
@@ -343,7 +374,7 @@ def test_beside_a_reference_a_model_of_none_of_the_rows_is_not_told(seed, refere
     now, base, beside = (
         token_log_probs(find_anatomy(model), asked) for model in (module.model, tiny(), reference)
     )
-    game = ReleasedModel(now, base, torch.ones(600), reference=beside)
+    game = ReleasedModel(now, base, torch.ones(600), references=References.unseen(beside))
     values = membership_values(CombinedReference().score(game), coins, alpha=0.01)
     assert values["auc_low"] < 0.5 < values["auc_high"]
     assert values["auc"] == pytest.approx(0.5, abs=0.08)  # 3.4 standard errors

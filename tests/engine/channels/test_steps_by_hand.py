@@ -10,7 +10,8 @@ import torch
 
 from benchmarks.papers.baselines import reveal_labels
 from lightning_fedleak.attacks import BagOfWords, SubspaceTexts, SubspaceWords, Surfaces, WordGuess
-from lightning_fedleak.engine.channels.control import Controls, _explain
+from lightning_fedleak.engine.channels.control import Controls
+from lightning_fedleak.engine.channels.remainder import remainder_of
 from lightning_fedleak.engine.outcomes import Found, NothingShared, Unknown, Waiting
 from lightning_fedleak.engine.run import Look
 from lightning_fedleak.evaluation.metrics import Counts
@@ -175,14 +176,14 @@ def test_a_gradient_of_other_words_is_doubted() -> None:
 def test_what_is_added_to_a_gradient_is_left_unexplained() -> None:
     gradient, added = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0))
     again = {"w": gradient}
-    assert _explain(again, again) == (0, {})
-    share, rest = _explain({"w": 3 * gradient}, again)  # 3 g is rounded
+    assert remainder_of(again, again) == (0, {})
+    share, rest = remainder_of({"w": 3 * gradient}, again)  # 3 g is rounded
     assert share < 1e-7
     assert all(x.abs().max() < 1e-6 for x in rest.values())
     twice, tiny = torch.cat([gradient, gradient]), torch.cat([1e-6 * added, 0 * added])
-    share, rest = _explain({"w": 3 * gradient, "a": 3 * (twice + tiny)}, again | {"a": twice})
+    share, rest = remainder_of({"w": 3 * gradient, "a": 3 * (twice + tiny)}, again | {"a": twice})
     assert rest["a"][:40].norm() == pytest.approx(1e-6 * added.norm(), rel=0.5)
-    share, rest = _explain({"w": gradient + 0.1 * added}, again)
+    share, rest = remainder_of({"w": gradient + 0.1 * added}, again)
     assert share == pytest.approx(0.1, rel=0.3)
     cosine = torch.cosine_similarity(rest["w"].flatten(), added.flatten(), dim=0)
     assert cosine > 0.98

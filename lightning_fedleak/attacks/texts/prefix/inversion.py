@@ -114,7 +114,7 @@ class PrefixInversion(base.InversionAttack):
         public_text: A text that the adversary owns, for the table of typical states: a
             :class:`~lightning_fedleak.attacks.public_text.PublicText`, texts or token ids.
             ``"sampled"`` lets the model write it; None uses random tokens.
-        budget_seconds: The wall time for one observation; computing the table again is not counted.
+        budget_seconds: About the time for one observation, counted as runs of the bottom model.
             A text whose search the budget ends gets the tokens that the table ranks first; texts
             not begun get none.
         tokenizer: The tokenizer of ``public_text``, if that holds strings.
@@ -243,7 +243,7 @@ class PrefixInversion(base.InversionAttack):
         """Return the texts of hidden states (B, L, d)."""
         bottom = self.bottom
         whole = Layout.from_masks(hidden.shape[:2], attention_mask, position_ids).to(bottom.device)
-        deadline = base.Deadline(self.budget_seconds)
+        limit = base.WorkLimit(self)
         size = TEXTS_AT_ONCE.get(bottom.device.type, DEFAULT_TEXTS_AT_ONCE)
         guesses: list[base.TextGuess] = []
         noised, deviation = self.noised, self._noise_deviation(hidden, attention_mask)
@@ -251,12 +251,12 @@ class PrefixInversion(base.InversionAttack):
             for start in range(0, len(hidden), size):
                 part = hidden[start : start + size].to(bottom.device)
                 layout = whole[torch.arange(start, start + len(part), device=bottom.device)]
-                if deadline.passed:
+                if limit.reached:
                     tokens = torch.full_like(part[..., 0], base.NOTHING, dtype=torch.int64)
                     guesses.append(base.TextGuess(tokens, finished=False))
                     continue
                 batches = -(-(len(hidden) - start) // size)
-                search = self._search(part, layout, deadline.share(batches), noised)
+                search = self._search(part, layout, limit.share(batches), noised)
                 guess = search.run(deviation)
                 # Noise found in one group of texts is assumed in all later ones.
                 noised = True if search.decision.noised else noised
@@ -283,7 +283,7 @@ class PrefixInversion(base.InversionAttack):
         return torch.maximum(excess, 0.5 * share * variance).sqrt()
 
     def _search(
-        self, hidden: Tensor, layout: Layout, deadline: base.Deadline, noised: bool | None
+        self, hidden: Tensor, layout: Layout, limit: base.WorkLimit, noised: bool | None
     ) -> PrefixSearch:
         """Return the search of a group's texts, with the top's predictions if it can predict."""
         assert self._table is not None
@@ -291,7 +291,7 @@ class PrefixInversion(base.InversionAttack):
         if self.language_model and predicts_next(self.bottom):
             top = NextTokens(self.bottom, hidden, layout.mask, layout.position_ids)
         prefixes, observed = Prefixes(self.bottom, layout), layout.pack(hidden).float()
-        return PrefixSearch(prefixes, self._table, observed, top, self._precision, noised, deadline)
+        return PrefixSearch(prefixes, self._table, observed, top, self._precision, noised, limit)
 
     def config(self) -> dict[str, object]:
         """Return the settings that name this attack in reports."""

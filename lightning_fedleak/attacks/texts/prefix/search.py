@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.texts.base import Deadline, TextGuess
+from lightning_fedleak.attacks.texts.base import TextGuess, WorkLimit
 from lightning_fedleak.attacks.texts.bottom_model import NextTokens
 from lightning_fedleak.attacks.texts.prefix import verification
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
@@ -83,7 +83,7 @@ class PrefixSearch:
             the full vocabulary at the first such position and takes up to half of the remaining
             time. With False noise is never assumed: where no candidate matches, the nearest token
             of the full vocabulary is taken.
-        deadline: The deadline, which is checked before each forward.
+        limit: The limit, which is checked before each forward.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class PrefixSearch:
         top: NextTokens | None,
         precision: float,
         noised: bool | None,
-        deadline: Deadline,
+        limit: WorkLimit,
     ) -> None:
         noise = precision * observed.norm(dim=2)
-        self.task = task = verification.Task(prefixes, table, observed, top, noise, deadline)
-        self.prefixes, self.counts, self.deadline = prefixes, task.counts, deadline
+        self.task = task = verification.Task(prefixes, table, observed, top, noise, limit)
+        self.prefixes, self.counts, self.limit = prefixes, task.counts, limit
         self.decision = verification.Decision(task, noised)
         b = len(task.observed)
         self.rows = torch.arange(b, device=task.observed.device)
@@ -112,14 +112,14 @@ class PrefixSearch:
     def run(self, spread: Tensor) -> TextGuess:
         """Return all texts, packed to the left.
 
-        If time ran out, the token after the last verified one is the best candidate so far, and
+        If the limit ended it, the token after the last verified one is the best candidate, and
         later tokens are the current guesses.
 
         Args:
             spread: (d,) the spread of the noise, as in :class:`_BeamSearch`.
         """
         while bool((self.prefixes.lengths < self.counts).any()):
-            if self.decision.noised or self.deadline.passed:
+            if self.decision.noised or self.limit.reached:
                 break
             self._advance()
         tokens, lengths = self.prefixes.tokens.clone(), self.prefixes.lengths.clone()
@@ -133,7 +133,7 @@ class PrefixSearch:
         return TextGuess(tokens, finished, candidates)
 
     def _beams(self, tokens: Tensor, lengths: Tensor, spread: Tensor) -> bool:
-        """Recover the rest of each text in place by beams; return False if time ran out."""
+        """Recover the rest of each text in place by beams; return False if the limit ended it."""
         finished = True
         for i in (lengths < self.counts).nonzero().squeeze(1).tolist():
             n, start = int(self.counts[i]), int(lengths[i])
@@ -147,7 +147,7 @@ class PrefixSearch:
                 BEAM,
                 spread,
             )
-            finished &= search.run(self.deadline.share(texts))
+            finished &= search.run(self.limit.share(texts))
             self.task.computed += search.computed + search.prefixes.computed
             end = lengths[i] = search.position
             tokens[i, start:end] = search.tokens[start:end]
@@ -280,7 +280,7 @@ class _BeamSearch:
             Distances are measured in these units.
 
     Attributes:
-        position: The number of recovered tokens. If time ran out, the last one may be chosen from
+        position: The number of recovered tokens. If the limit ended it, the last may be chosen from
             fewer candidates.
         newest: (W,) the last token of each prefix, which is not yet appended; None if all are.
         computed: The number of tokens that the bottom model has computed in prefixes that were
@@ -322,23 +322,23 @@ class _BeamSearch:
             tokens[self.position - 1] = self.newest[0]
         return tokens
 
-    def run(self, deadline: Deadline, *, learn: bool = True) -> bool:
-        """Recover the rest of the text; return False if time ran out.
+    def run(self, limit: WorkLimit, *, learn: bool = True) -> bool:
+        """Recover the rest of the text; return False if the limit ended it.
 
         Args:
-            deadline: The deadline, which is checked before each forward.
+            limit: The limit, which is checked before each forward.
             learn: Whether to improve the spread by the distances of recovered tokens.
         """
         n, learn_at, in_time = len(self.observed), LEARN_AT, True
-        while in_time and self.position < n and not deadline.passed:
-            in_time = self._step(deadline)
+        while in_time and self.position < n and not limit.reached:
+            in_time = self._step(limit)
             if learn and self.position - self.start >= learn_at:
                 learn_at *= 2
                 self._learn()
         return in_time and self.position == n
 
-    def _step(self, deadline: Deadline) -> bool:
-        """Choose the token at one position; return False if time ran out before all rounds."""
+    def _step(self, limit: WorkLimit) -> bool:
+        """Choose the token at one position; return False if the limit ended it early."""
         rows = torch.arange(len(self.squares), device=self.observed.device)
         target = self.observed[self.position]
         tokens = self.first[self.position, :OPENING].expand(len(rows), -1)
@@ -350,7 +350,7 @@ class _BeamSearch:
             new = self._new_candidates(tokens, states[rows, best], tokens[rows, best], count)
             if not new.shape[1]:
                 break
-            in_time = not deadline.passed
+            in_time = not limit.reached
             if not in_time:
                 break
             new_states = self.prefixes.attempt(new).float()

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.texts.base import Deadline
+from lightning_fedleak.attacks.texts.base import WorkLimit
 from lightning_fedleak.attacks.texts.bottom_model import NextTokens
 from lightning_fedleak.attacks.texts.prefix.cache import Prefixes
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
@@ -52,7 +52,7 @@ class Task:
         observed: (B, N, d) the float32 states of the real tokens.
         top: The top model, which predicts all tokens of a text but the first; None without one.
         noise: (B, N) the distance by which two computations of a state may differ by rounding.
-        deadline: The deadline, which is checked before each forward.
+        limit: The limit, which is checked before each forward.
         computed: The number of tokens that the bottom model computed outside of ``prefixes``.
     """
 
@@ -61,7 +61,7 @@ class Task:
     observed: Tensor
     top: NextTokens | None
     noise: Tensor
-    deadline: Deadline
+    limit: WorkLimit
     computed: int = 0
     _cached_prior: tuple[int, int, Tensor] | None = None
 
@@ -223,8 +223,8 @@ class Decision:
 
     Attributes:
         noised: Whether the states are treated as noisy: by the argument, by a sweep, or because
-            time ran out in a sweep.
-        cut: Whether time ran out within a sweep of all possible tokens.
+            the limit was reached in a sweep.
+        cut: Whether the limit was reached within a sweep of all possible tokens.
     """
 
     def __init__(self, task: Task, noised: bool | None) -> None:
@@ -275,8 +275,8 @@ class Decision:
         table = self.task.table
         target = self.task.observed[i, self.task.lengths[i]]
         run = self.task.prefixes.select(torch.tensor([i], device=target.device))
-        deadline = self.task.deadline
-        limit = deadline.share(2) if self._may_be_noised else deadline
+        whole = self.task.limit
+        limit = whole.share(2) if self._may_be_noised else whole
         rivals = torch.tensor(position.rivals, dtype=torch.int64, device=target.device)
         open_ = torch.ones(table.size, dtype=torch.bool, device=target.device)
         open_[rivals.new_tensor(sorted(position.verified))] = False
@@ -284,7 +284,7 @@ class Decision:
             batch = rivals[open_[rivals]][:SWEEP]
             if not len(batch):
                 break
-            if limit.passed:
+            if limit.reached:
                 self.cut = True
                 break
             states = run.attempt(batch[None])[0].float()
@@ -297,7 +297,7 @@ class Decision:
                 rivals = self._rivals(token, self._radius_of(distance, noise))
         self.task.computed += run.computed
         cut = bool(open_[rivals].any())
-        if cut and deadline.passed:
+        if cut and whole.reached:
             return
         position.rivals = rivals.tolist()
         if not self._shows_noise(position, noise, cut):
@@ -306,7 +306,7 @@ class Decision:
     def _shows_noise(self, position: OpenPosition, noise: float, cut: bool = False) -> bool:
         """Return whether the states are treated as noisy, because too many tokens failed.
 
-        ``cut``: time ran out before all tokens that can be right were verified, which also counts.
+        ``cut``: not all tokens that can be right were verified, which also counts.
         """
         limit = min(NOISE_THRESHOLD, self.task.table.distinct // 2)
         wrong = position.distances[position.best] > 2.0 * noise

@@ -27,7 +27,7 @@ from lightning_fedleak.evaluation.metrics.released import (
     extraction_values,
     membership_values,
 )
-from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
+from lightning_fedleak.model.snapshots import Observation, References, ReleasedModel, TokenSnapshot
 from lightning_fedleak.model.taps import (
     Text,
     answer_groups,
@@ -52,8 +52,8 @@ class Audit:
         pool: The pool of N texts.
         base: The base's answers to the texts.
         decode: A function from token ids to their text, for zlib; None: the ids are compressed.
-        reference: The reference's answers; None without a reference.
-        reference_rows: The number of rows that the reference was trained on; None if unknown.
+        references: The references' answers; None without a reference.
+        reference_rows: The fewest rows that a reference was trained on; None if unknown.
         queries: The texts that the models answered; empty: those of the pool.
         rewards: (2, N) the mean rewards of each prompt; None if unknown.
     """
@@ -61,7 +61,7 @@ class Audit:
     pool: Pool
     base: TokenSnapshot
     decode: Callable[[list[int]], str] | None = None
-    reference: TokenSnapshot | None = None
+    references: References | None = None
     reference_rows: int | None = None
     queries: Sequence[Text] = ()
     rewards: Tensor | None = None
@@ -99,7 +99,7 @@ class Audit:
             self.base.rows(index).within(places),
             compressed_bytes(queries, self.decode),
             answer_groups(queries),
-            self.reference and self.reference.rows(index).within(places),
+            self.references and self.references.rows(index).within(places),
             rejected_places(texts, columns) if part == "pairs" else None,
             None if self.rewards is None else self.rewards[:, index],
         )
@@ -172,22 +172,26 @@ class Comparison:
                 :func:`~lightning_fedleak.evaluation.metrics.draws.refute_draw` refutes it.
         """
         if drawn:
-            return refute_draw(self.game.base, self.game.compressed, self.once, self.sides)
+            owners = self.audit.pool.owners
+            owners = None if owners is None else owners[self.index[self.alone]]
+            texts = self.game.base, self.game.compressed, self.once
+            return refute_draw(*texts, self.sides, owners)
         return distribution_shift(blind_aucs(self.blind, self.sides))
 
     def check_reference(self) -> None:
-        """Check that the reference has not seen one side more than the other.
+        """Check that no reference has seen one side more than the other.
 
         Raises:
-            ValueError: Its answers distinguish members from non-members.
+            ValueError: Answers about texts that it is said not to have seen, or the numbers of
+                references that have seen a text, distinguish members from non-members.
         """
-        if (game := self.game).reference is not None:
-            check_unseen(game.reference, game.base, game.compressed, self.sides)
+        if (game := self.game).references is not None:
+            check_unseen(game.references, game.base, game.compressed, self.sides)
 
     @cached_property
     def strength(self) -> Strength | None:
         """Return how far the reference was trained; None without one."""
-        if self.game.reference is None:
+        if self.game.references is None:
             return None
         rows = self.audit.reference_rows, self.audit.pool.length
         return measure_strength(self.game, self.sides, *rows)
@@ -227,7 +231,7 @@ class Comparison:
         reference if there is one.
         """
         if not attacks and self.part == "long":
-            is_aligned, has_reference = self.texts[0].is_aligned, self.audit.reference is not None
+            is_aligned, has_reference = self.texts[0].is_aligned, self.audit.references is not None
             attacks = all_attacks()[: -1 if is_aligned else None]
             attacks = (*[memorization.CombinedReference()] * has_reference, *attacks)
         rest = {"short": memorization.ShortAnswers, "prompts": memorization.PromptRatio}

@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,20 +41,23 @@ from lightning_fedleak.engine.channels.released.audit import Audit, Comparison
 from lightning_fedleak.engine.channels.released.pool import (
     FORWARD_SHARE,
     NO_CONTROLS,
-    PACKED,
     Pool,
     collect,
     forwards_of,
 )
 from lightning_fedleak.engine.channels.released.records import BETWEEN, FILE, RECORDS, write_list
-from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
+from lightning_fedleak.engine.channels.released.training_rows import (
+    UnplayableGame,
+    check_shuffle,
+    read_contents,
+)
 from lightning_fedleak.engine.channels.released.weights import Answer, WeightChannel
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.reference import (
     announce_references,
     announce_strength,
-    ask_reference,
+    ask_references,
     digest_answers,
     load_answers,
     save_answers,
@@ -69,7 +73,7 @@ from lightning_fedleak.evaluation.metrics.released import (
     rate_name,
     spent_at,
 )
-from lightning_fedleak.model.snapshots import Stage, TokenSnapshot
+from lightning_fedleak.model.snapshots import References, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import MASKS, Text, token_log_probs
 from lightning_fedleak.report.records import MEMORIZATION, STRENGTH, WEAK, PoolLine, ReferenceFacts
 
@@ -144,9 +148,10 @@ class MemorizationChannel(WeightChannel):
         super().open(run)
         self._base: TokenSnapshot | None = None  # the answers of the base; None if unknown
         self._key = torch.frombuffer(bytearray(os.urandom(32)), dtype=torch.uint8)  # of the digest
-        self._reference: TokenSnapshot | None = None  # the answers of the reference
+        self._references: References | None = None  # the answers of references
         self._facts: ReferenceFacts | None = None  # how the reference was trained
         self._void: dict[str, str] = {}  # why no comparison of a part is valid
+        self._is_shuffled = True  # whether the rows so far are known to be a random choice of all
         self._why_lost = ""  # why it is not known which texts have been seen; empty if it is
         self._completions: Sequence[Text] = ()  # those of the base, if the pool has prompts of RL
         # (2, N) the mean rewards of each prompt's completions, by the base and by the model now.
@@ -170,6 +175,10 @@ class MemorizationChannel(WeightChannel):
         )
         if self.settings.shares == "model" and pool.way == "not yet seen":
             raise UnplayableGame("leave rows out: train, others = leave_out(data, 1000, seed=1)")
+        try:
+            check_shuffle(self.run.training_loader)
+        except UnplayableGame:
+            self._is_shuffled = False
         account = AccountGame(self.run, pool.no_game)
         self._account = account if account.why_not is None else None
         self._account_words = account.describe()
@@ -242,7 +251,7 @@ class MemorizationChannel(WeightChannel):
         if self.run.on_any_process(bool(self._saved_state)):
             self._restore()
             if self.run.on_any_process(self._base is None):  # one process cannot read the file
-                self._base = self._reference = self._facts = None
+                self._base = self._references = self._facts = None
         elif self.run.step == 0:  # weights of a later step are not the base
             start = time.perf_counter()
             self._base = self._query()
@@ -253,8 +262,11 @@ class MemorizationChannel(WeightChannel):
                 if settings.trains_reference:
                     self._train_references(time.perf_counter() - start)
                 else:
-                    source = settings.reference, settings.reference_rows
-                    self._reference, self._facts = ask_reference(*source, self.run, self._query)
+                    sources = settings.given_references, settings.rows_of_references
+                    texts = [text.content for text in pool.texts]
+                    read = partial(read_contents, self.run.training_loader, read=self._read)
+                    asked = ask_references(*sources, texts, read, self.run, self._query)
+                    self._references, self._facts = asked
         # Rows that are not yet seen are of the training data, so that nothing else can differ.
         if self._base is not None and pool.way != "not yet seen" and not self.planted:
             self._compare_untrained()
@@ -279,7 +291,7 @@ class MemorizationChannel(WeightChannel):
         announce_references(run, [len(data) for data in rows.data], row_seconds)
         start = time.perf_counter()
         trained = train_references(source, rows.data, rows.seen, run, self._query, seed)
-        self._reference, self._facts = trained
+        self._references, self._facts = trained
         self.reference_seconds = time.perf_counter() - start
 
     def _compare_untrained(self) -> None:
@@ -287,8 +299,7 @@ class MemorizationChannel(WeightChannel):
 
         If *blind* scores, without the trained weights, refute the draw of the members, or
         distinguish them from the user's own non-members, no attack on rows has a result: one draw
-        makes the long and the short ones. What they show of prompts concerns prompts alone. Texts
-        that were packed into rows were not drawn one by one, which the test of a draw needs.
+        makes the long and the short ones. What they show of prompts concerns prompts alone.
 
         Raises:
             ValueError: The reference model distinguishes them: it has seen some of the texts.
@@ -299,12 +310,11 @@ class MemorizationChannel(WeightChannel):
         if not is_drawn:
             side, mend = "texts of others=", "Use leave_out, or more texts of the same kind"
         rows, parts = ("long", "short"), dict.fromkeys(attack.part for attack in self.attacks)
+        parts |= {"prompts": None} if self._reads_prompts else {}
         for part in {**dict.fromkeys(rows), **parts} if {*rows} & {*parts} else parts:
             with suppress(UnplayableGame):  # too few texts: each look says so
-                compared, finding = self._audit.part(part), None
-                if not (is_drawn and pool.no_game == PACKED):
-                    finding = compared.why_unknown(drawn=is_drawn)
-                if finding is not None:
+                compared = self._audit.part(part)
+                if (finding := compared.why_unknown(drawn=is_drawn)) is not None:
                     void = parts if part in rows else (part,)
                     self._void |= dict.fromkeys(void, f"the {side} are {finding}. {mend}")
                 elif part == "long":
@@ -314,13 +324,12 @@ class MemorizationChannel(WeightChannel):
     def _audit(self) -> Audit:
         """Return the answers of the base and of the reference to the pool."""
         assert self._base is not None
-        rows = self.settings.memorization.reference_rows
         return Audit(
             self.pool,
             self._base,
             self._decode,
-            self._reference,
-            rows if self._facts is None else self._facts.rows,
+            self._references,
+            None if self._facts is None else self._facts.rows,
             self._queries,
             self._rewards,
         )
@@ -335,17 +344,21 @@ class MemorizationChannel(WeightChannel):
             UnusableObservation: It cannot be queried, on this process or on another one.
         """
         texts, run = self._queries, self.run if run is None else run
-        reads_prompts = any(attack.part == "prompts" for attack in self.attacks)
-        reads_prompts |= self._entities is not None and self._entities.are_predicted
         columns = max(1, max(len(text.labels) for text in texts) - 1)  # the first has no prediction
 
         def ask(rows: list[int]) -> list[Tensor]:
             # One forward of the whole text answers for its prompt too.
-            queries = [texts[row].whole if reads_prompts else texts[row] for row in rows]
+            queries = [texts[row].whole if self._reads_prompts else texts[row] for row in rows]
             answers = token_log_probs(run.anatomy, queries, self._mask and self._mask[0])
             return [nn.functional.pad(values, (0, columns - values.shape[1])) for values in answers]
 
         return TokenSnapshot(*over_processes(run, len(texts), ask))
+
+    @property
+    def _reads_prompts(self) -> bool:
+        """Return whether attacks or values in texts are compared by prompts."""
+        reads_values = self._entities is not None and self._entities.are_predicted
+        return reads_values or any(attack.part == "prompts" for attack in self.attacks)
 
     def _decode(self, ids: list[int]) -> str:
         """Return the text of token ids; their numbers if no tokenizer is known."""
@@ -378,10 +391,11 @@ class MemorizationChannel(WeightChannel):
             try:
                 chosen = self._choose(part, epoch, n_read, unread)
                 now = now or self._query()
+                compared = self._audit.part(part, now, chosen, look=self._looks, alpha=alpha)
+                self._check_order(compared)
             except (UnplayableGame, UnusableObservation) as error:
                 answers |= dict.fromkeys(names, str(error))
                 continue
-            compared = self._audit.part(part, now, chosen, look=self._looks, alpha=alpha)
             values = dict[str, Answer](self._score_texts(compared, attacks))
             self._compared |= dict.fromkeys(names, self.pool.digest(*chosen))
             if RECORDS in names.values():
@@ -391,7 +405,9 @@ class MemorizationChannel(WeightChannel):
                     shared = self._n_lists, self._error_share(epoch)
                     values[RECORDS] = write_list(self.run, self.folder / FILE, compared, *shared)
             if self._entities is not None and any(n.startswith("entity/") for n in names.values()):
-                values |= self._entities.compare(now, self._base, *chosen, self._looks, alpha)
+                found = self._entities.compare(now, self._base, *chosen, self._looks, alpha)
+                void = self._void.get("prompts")
+                values |= {n: void if void and "/prompt" in n else x for n, x in found.items()}
             answers |= {s: values[name] for s, name in names.items()}
         return answers
 
@@ -410,6 +426,22 @@ class MemorizationChannel(WeightChannel):
         if why := self._why_lost or why:
             raise UnplayableGame(why)
         return self.pool.compared(epoch, n_read, everyone=self._account is not None, part=part)
+
+    def _check_order(self, compared: Comparison) -> None:
+        """Check that the rows so far are like the non-members, unless their order is random.
+
+        Raises:
+            UnplayableGame: Blind scores say otherwise, or cannot decide.
+        """
+        if self._is_shuffled or self.planted:
+            return
+        everyone, _ = self.pool.everyone(compared.part)
+        if not torch.equal(compared.index, everyone):
+            is_drawn = self.pool.way == "left out"
+            if (finding := compared.why_unknown(drawn=is_drawn)) is not None:
+                raise UnplayableGame(
+                    f"members so far and non-members are {finding}. Shuffle the training data"
+                )
 
     def _error_share(self, epoch: int) -> float:
         """Return the share of the allowed error of all lists that the newest list spends.
@@ -483,7 +515,7 @@ class MemorizationChannel(WeightChannel):
             return {}
         file = self.folder / self.file
         if self.run.rank == 0 or self.run.processes == 1:
-            save_answers(file, self._key, self._base, self._reference)
+            save_answers(file, self._key, self._base, self._references)
         return {
             self.family: {
                 "looks": self._looks,
@@ -516,13 +548,13 @@ class MemorizationChannel(WeightChannel):
     def _digest(self, base: TokenSnapshot) -> str:
         """Return a keyed hash of the pool's texts and the base's answers together."""
         texts = [text.ids for text in self.pool.texts]
-        return digest_answers(self._key, base, self._reference, texts)
+        return digest_answers(self._key, base, self._references, texts)
 
     def _restore(self) -> None:
         """Read the base's answers, if the file and the pool are those of the run's first fit."""
         pool, saved, self._saved_state, self._base = self.pool, self._saved_state, {}, None
         try:
-            self._key, base, self._reference = load_answers(Path(saved["file"]))
+            self._key, base, self._references = load_answers(Path(saved["file"]))
         except (OSError, ValueError, TypeError, KeyError):  # the last two: it holds something else
             return
         if self._digest(base) == saved["digest"]:

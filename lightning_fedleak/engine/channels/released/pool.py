@@ -95,6 +95,7 @@ class Pool:
             canaries.
         indices: The index of each text among those that the pool was chosen from.
         references: The rows that references are trained on; None if none is trained.
+        owners: (N,) int64, the row that holds each text; None: each text is a row.
         is_short: (N,) bool, whether a text has 1 to 7 label tokens. Short ones are compared with
             each other only.
         has_prompt: (N,) bool, whether the prompt of a text is compared.
@@ -118,6 +119,7 @@ class Pool:
     rows: PoolRows | None = None
     indices: Sequence[int] = ()
     references: ReferenceRows | None = None
+    owners: Tensor | None = None
     passed: int = 0
     unread: int = 0
 
@@ -423,10 +425,11 @@ def collect(
         MIN_POOL,
         forwards * forwards_of(settings, last_step=way != "not yet seen"),
     )
-    n_reference = (settings.reference_rows or length) * settings.trains_reference
+    n_reference = (settings.reference_rows or length) if settings.trains_reference else 0
     trains_reference = settings.trains_reference and way == "left out"
-    # A reference is trained on rows that are not queried.
-    if trains_reference and (n_left := length + len(others) - n_reference) >= MIN_POOL:
+    # One reference is trained on rows that are not queried.
+    n_left = length + len(others or ()) - n_reference
+    if trains_reference and settings.references == 1 and n_left >= MIN_POOL:
         size = min(size, n_left)
     generator = torch.Generator().manual_seed(settings.seed)
     sample, extra = _sample(dataset, others, size, generator, by_coins=no_game is None)
@@ -478,10 +481,11 @@ def collect(
         )
     if entities is not None:
         entities.locate(pool.texts)
+    pool.owners = torch.tensor(row_of, dtype=torch.long)[pool.indices]
     if trains_reference:
-        drawn = draw_references(len(sample), len(extra), n_reference, settings.seed)
-        places = torch.tensor(row_of)[pool.indices]
-        pool.references = ReferenceRows(sample + extra, drawn, places)
+        counts = len(sample), len(extra), n_reference
+        drawn = draw_references(*counts, settings.seed, settings.references)
+        pool.references = ReferenceRows(sample + extra, drawn, pool.owners)
     return pool
 
 

@@ -22,6 +22,7 @@ from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
 from lightning_fedleak.evaluation.canaries import EntityDataset, TrainingRows
 from lightning_fedleak.model.anatomy import Kind
 from lightning_fedleak.model.batches import BatchError, TokenBatch, read_batch
+from lightning_fedleak.model.model_state import preserve_process
 from lightning_fedleak.model.pairs import PairBatch, RatedBatch, read_pairs
 from lightning_fedleak.model.taps import Text, texts_in
 
@@ -178,6 +179,15 @@ def read_row(
             "return pairs as a PairBatch, and single answers as a RatedBatch"
         )
     return texts
+
+
+def read_contents(
+    loader: DataLoader[Any], dataset: Any, read: Callable[[Any], TokenBatch]
+) -> set[bytes]:
+    """Return the contents of the texts of a data set, read as the training data is."""
+    with preserve_process():
+        rows = [read_row(loader, dataset, row, read) for row in range(len(dataset))]
+    return {text.content for texts in rows for text in texts}
 
 
 def _copy_item(item: Any) -> Any:

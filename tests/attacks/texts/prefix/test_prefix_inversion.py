@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.texts.base import NOTHING, Deadline, TextGuess
+from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess, WorkLimit
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.texts.prefix import inversion, verification
@@ -23,7 +23,7 @@ from lightning_fedleak.attacks.texts.prefix.search import _BeamSearch
 from lightning_fedleak.attacks.texts.prefix.table import StateTable
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states
-from tests.attacks.texts.test_embedding_descent import slow_clock
+from tests.attacks.texts.test_embedding_descent import limited
 from tests.helpers import models
 
 STORIES = Path(os.environ.get("FEDLEAK_ASSETS", "../shared/assets")) / "models" / "stories15M"
@@ -198,14 +198,12 @@ def check_unfinished(guess: TextGuess) -> None:
     assert bool(answered.any()) == (guess.candidates > 0)
 
 
-def test_places_that_the_budget_does_not_reach_are_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_that_the_budget_does_not_reach_are_ranked() -> None:
     model = models.tiny_llama(layers=3)
     sent = texts(3, 40)
     hidden = noisy(hidden_states(find_anatomy(model), 2, sent), 0.3)
-    attack = prepared(model, 2, noised=True, budget_seconds=0.05)
-    clock = slow_clock(monkeypatch)
+    attack = limited(prepared(model, 2, noised=True), 5_000)
     guess = attack.reconstruct(hidden, None, None)
-    assert next(clock) < 0.1
     check_unfinished(guess)
     right = (guess.tokens == sent).float()
     assert float(right[:, :4].mean()) > 0.5  # which the budget reaches
@@ -213,22 +211,20 @@ def test_places_that_the_budget_does_not_reach_are_ranked(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("noised", [None, True, False])
-def test_whatever_was_looked_at_in_time_is_answered(monkeypatch, noised) -> None:
+def test_whatever_was_looked_at_in_time_is_answered(noised) -> None:
     model = models.tiny_llama(layers=3)
     hidden = noisy(hidden_states(find_anatomy(model), 2, texts(1, 30)), 0.5)
     attack = prepared(model, 2, noised=noised)
-    slow_clock(monkeypatch)
     cut = 0
-    for milliseconds in (2, 4, 7, 12):
-        attack.budget_seconds = (milliseconds + 0.5) / 1000
-        guess = attack.reconstruct(hidden, None, None)
+    for work in (1, 200, 2_000, 8_000):
+        guess = limited(attack, work).reconstruct(hidden, None, None)
         if not guess.finished:
             check_unfinished(guess)
             cut += guess.candidates > 0
     assert cut > 0
 
 
-def test_a_look_through_the_vocabulary_that_the_clock_ends_is_unfinished(monkeypatch) -> None:
+def test_a_look_through_the_vocabulary_that_the_limit_ends_is_unfinished(monkeypatch) -> None:
     """Also where time then suffices for what is done on the assumption that noise was added."""
     model = models.tiny_llama(layers=3)
     hidden = noisy(hidden_states(find_anatomy(model), 2, texts(2, 4)), 0.3)
@@ -238,15 +234,14 @@ def test_a_look_through_the_vocabulary_that_the_clock_ends_is_unfinished(monkeyp
     whole = attack.reconstruct(hidden, None, None)
     assert whole.finished
     assumed = []
-    for milliseconds in (60, 90, 120, 150, 1000):
-        clock = slow_clock(monkeypatch)
-        attack.budget_seconds = milliseconds / 1000
-        guess = attack.reconstruct(hidden, None, None)
+    for work in (2_000, 4_000, 8_000, 16_000, 10**9):
+        before = attack.bottom.work
+        guess = limited(attack, work).reconstruct(hidden, None, None)
         swept = guess.candidates >= whole.candidates
         assert guess.finished == swept
-        if not swept and next(clock) < attack.budget_seconds:
+        if not swept and attack.bottom.work - before < work:
             assert bool((guess.tokens != NOTHING).all())
-            assumed.append(milliseconds)
+            assumed.append(work)
     assert assumed
     assert guess.finished
     assert torch.equal(guess.tokens, whole.tokens)
@@ -354,7 +349,7 @@ class Case:
     def states(self, ids: torch.Tensor) -> torch.Tensor:
         return hidden_states(self.anatomy, LAYER, ids)
 
-    def read(self, width: int, deadline: Deadline | None = None) -> _BeamSearch:
+    def read(self, width: int, limit: WorkLimit | None = None) -> _BeamSearch:
         search = _BeamSearch(
             Prefixes(self.bottom, Layout.from_masks((1, LENGTH), None, None)),
             self.table,
@@ -364,7 +359,7 @@ class Case:
             width,
             torch.ones(self.observed.shape[1]),
         )
-        self.finished = search.run(deadline or Deadline(), learn=False)
+        self.finished = search.run(limit or WorkLimit(), learn=False)
         return search
 
     def residuals(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Canaries that are drawn, planted in texts, left out, and asked for."""
 
 import copy
 import hashlib
@@ -17,18 +17,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fedleak.defenses.dpsgd.poisson import Draws
 from lightning_fedleak.defenses.dpsgd.sampling import sampling_of
 from lightning_fedleak.evaluation.canaries import (
     InclusionRecord,
     leave_out,
+    new_token_canaries,
+    sampled_canaries,
     with_canaries,
+    with_entities,
 )
 from lightning_fedleak.evaluation.canaries.dataset import digest_of, token_ids_of
 from lightning_fedleak.evaluation.canaries.record import seed_key
+from tests.canaries.test_with_entities import PHONE, TOKENIZER, chats
 from tests.helpers.inputs import context
+from tests.helpers.models import VOCAB, tiny_bert_mlm, tiny_llama
 
 FIRST = 1000
 """Token ids of canaries begin here, those of the data are below."""
@@ -393,3 +399,176 @@ def test_a_commitment_binds_to_every_coin_and_setting() -> None:
     assert len({r.commitment for r in made}) == len(made)
     assert flips(1, 10, np.float64(0.5)).commitment == flips(1, 10).commitment
     assert all(len(bytes.fromhex(r.commitment)) == 32 for r in made)
+
+
+# Rows left out of training by a secret draw.
+
+
+def some_rows(n: int = 40) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": torch.tensor([row, row + 1])} for row in range(n)]
+
+
+def first_ids(rows: object) -> list[int]:
+    return [int(rows[i]["input_ids"][0]) for i in range(len(rows))]  # type: ignore[index, arg-type]
+
+
+def test_training_rows_and_others_are_the_data() -> None:
+    train, others = leave_out(some_rows(), 7, seed=0)
+    assert sorted(first_ids(train) + first_ids(others)) == list(range(40))
+    assert len(others) == 7
+    assert train.others is others
+
+
+def test_every_row_is_left_out_equally_often() -> None:
+    counts = np.zeros(10)
+    rows = some_rows(10)
+    draws = 1000
+    for seed in range(draws):
+        counts[first_ids(leave_out(rows, 3, seed=seed)[1])] += 1
+    expected = 0.3 * draws
+    assert (np.abs(counts - expected) < 5 * np.sqrt(draws * 0.3 * 0.7)).all()
+
+
+@pytest.mark.parametrize("change", ["rows", "n", "seed", "text"])
+def test_a_record_of_another_run_is_refused(tmp_path: Path, change: str) -> None:
+    file = tmp_path / "left_out.json"
+    leave_out(some_rows(), 39, seed=1, record=file)
+    rows = some_rows(41 if change == "rows" else 40)
+    if change == "text":
+        for row in rows:
+            row["input_ids"] = row["input_ids"] + 100
+    with pytest.raises(ValueError, match="another run"):
+        leave_out(
+            rows, 38 if change == "n" else 39, seed=2 if change == "seed" else None, record=file
+        )
+
+
+def test_with_coins_each_of_twice_as_many_rows_is_left_out_by_its_own(tmp_path: Path) -> None:
+    data = some_rows(60)
+    draws = [leave_out(data, 20, seed=seed, coins=True)[0] for seed in range(400)]
+    out = np.zeros((400, 60), dtype=bool)
+    for draw, train in enumerate(draws):
+        out[draw, train.record.out] = True
+        assert len(train.record.candidates) == 40
+        assert set(train.record.out) <= set(train.record.candidates)
+        assert train.public_length == 40
+        assert len(train) == 60 - len(train.others)
+    assert np.abs(out.mean(0) - 1 / 3).max() < 5 * np.sqrt(2 / 9 / 400)
+    counts = out.sum(1)  # of 40 fair coins
+    assert counts.mean() == pytest.approx(20, abs=5 * np.sqrt(10 / 400))
+    assert counts.var() == pytest.approx(10, rel=0.4)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> object:
+        return iter(range(3))
+
+
+def test_what_cannot_be_drawn_from_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="items by index"):
+        leave_out(Stream(), 1)
+    for n in (0, 40, True):
+        with pytest.raises(ValueError, match="n must be an integer from 1 to 39"):
+            leave_out(some_rows(), n)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="rows of its own"):
+        leave_out(some_rows(), 7)
+
+
+def test_rows_that_repeat_a_planted_value_are_not_left_out() -> None:
+    settings = {"tokenizer": TOKENIZER, "count": 5, "seed": 1}
+    with pytest.raises(ValueError, match=r"times .* must be \(1,\)"):
+        leave_out(with_entities(chats(), PHONE, times=(1, 4), **settings), 20, seed=1)
+    once = with_entities(chats(), PHONE, times=(1,), **settings)
+    train, others = leave_out(once, 20, seed=1)
+    assert len(train) + len(others) == len(once)
+
+
+def matrices(model: nn.Module) -> list[torch.Tensor]:
+    found = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return [*{id(m): m.detach() for m in found}.values()]
+
+
+# A token of their own
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_text_begins_and_ends_with_a_row_that_nothing_else_uses(tied: bool) -> None:
+    model = tiny_llama(tied=tied)
+    before = [m.clone() for m in matrices(model)]
+    state = torch.get_rng_state()
+    texts = new_token_canaries(model, 6, length=5, row_norm=0.02, seed=3)
+    assert torch.equal(state, torch.get_rng_state())
+    assert [len(text) for text in texts] == [5] * 6
+    own = [int(text[0]) for text in texts]
+    assert own == [int(text[-1]) for text in texts] == [*range(VOCAB, VOCAB + 6)]
+    assert all(2 < int(token) < VOCAB for text in texts for token in text[1:-1])  # special below
+    assert model.config.vocab_size == VOCAB + 6
+    assert len(matrices(model)) == 2 - tied
+    for old, new in zip(before, matrices(model), strict=True):
+        assert torch.equal(new[:VOCAB], old)
+        usual = old[3:].norm(dim=1).mean()
+        torch.testing.assert_close(new[VOCAB:].norm(dim=1), (0.02 * usual).expand(6))
+        assert float(torch.corrcoef(new[VOCAB:]).fill_diagonal_(0).abs().max()) < 0.95
+    logits = model(input_ids=torch.stack(texts)).logits
+    assert logits.shape[-1] == VOCAB + 6
+
+
+def test_what_cannot_get_rows_is_told_what_to_do() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    for model in (peft.get_peft_model(tiny_llama(), config), tiny_bert_mlm()):
+        with pytest.raises(ValueError, match="causal models, before get_peft_model"):
+            new_token_canaries(model, 2)
+
+
+# Written by the model
+
+
+@pytest.mark.parametrize("unlikely_end", [0, 4])
+def test_the_model_writes_texts_behind_the_prompts(unlikely_end: int) -> None:
+    model = tiny_llama()
+    state = torch.get_rng_state()
+    prompts = [torch.tensor([5, 6, 7]), torch.tensor([8, 9])]
+    settings = {"prompts": prompts, "length": 24, "unlikely_end": unlikely_end}
+    texts = sampled_canaries(model, 40, seed=3, **settings)
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training == tiny_llama().training
+    assert {tuple(text.shape) for text in texts} == {(24,)}
+    assert len({tuple(text.tolist()) for text in texts}) == 40
+    for number, text in enumerate(texts):
+        prompt = prompts[number % 2]
+        assert torch.equal(text[: len(prompt)], prompt)
+        assert int(text.min()) > 2  # special below
+    again = sampled_canaries(model, 40, seed=3, **settings)
+    assert all(torch.equal(a, b) for a, b in zip(texts, again, strict=True))
+
+
+def test_the_end_is_unlikely_and_the_rest_is_not() -> None:
+    model = tiny_llama().eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(40)  # a model that is sure of what it writes
+    texts = torch.stack(sampled_canaries(model, 60, length=20, unlikely_end=5))
+    with torch.no_grad():
+        log_probs = model(input_ids=texts).logits[:, :-1].log_softmax(-1)
+    likely = log_probs.gather(-1, texts[:, 1:, None])[..., 0].mean(0)
+    assert float(likely[:14].mean()) > float(likely[14:].mean()) + 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.7}, "temperature must be .*0.8"),
+        ({"prompts": [torch.arange(9)], "length": 9}, "length must be"),
+        ({"length": 8, "unlikely_end": 8}, "unlikely_end"),
+        ({"prompts": [torch.tensor([5])], "length": 2}, "two texts are equal"),
+    ],
+)
+def test_texts_that_cannot_be_written_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sampled_canaries(tiny_llama(), 200, **settings)
+
+
+def test_only_causal_models_write() -> None:
+    with pytest.raises(ValueError, match="masked model"):
+        sampled_canaries(tiny_bert_mlm(), 2)

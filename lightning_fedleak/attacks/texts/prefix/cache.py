@@ -256,8 +256,12 @@ class Prefixes:
         layout, length = self.layout, int(self.lengths[0])
         end = int(layout.columns[0, length - 1]) + 1
         self.computed += len(self.tokens) * end
-        inputs = (layout.spread(self.tokens, 0), layout.mask, layout.position_ids)
-        return top.log_probabilities(*(None if x is None else x[:, :end] for x in inputs))
+        mask, position_ids = layout.mask, layout.position_ids
+        return top.log_probabilities(
+            layout.spread(self.tokens, 0)[:, :end],
+            None if mask is None else mask[:, :end],
+            None if position_ids is None else position_ids[:, :end],
+        )
 
     def select(self, rows: Tensor) -> Prefixes:
         """Return a copy of the texts ``rows``, which may repeat (beams)."""

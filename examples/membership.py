@@ -10,7 +10,6 @@ import os
 from peft import LoraConfig, get_peft_model
 
 from lightning_fedleak import attacks
-from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER
 from lightning_fedleak.cli.finetuning import (
     EMBEDDED_MESSAGES,
     load_model,
@@ -70,7 +69,7 @@ def main(games: int = 24) -> None:
         attacks.AttentionMembership(LAYER, public, tokens=TOKENS, batch=BATCH),
     ]
     show(play(anatomy, crafted, pool, config))
-    crafted = [attacks.FCMembership(LAYER, "full", tokens=TOKENS, ladder=RANDOMISED_LADDER)]
+    crafted = [attacks.WordMembership(LAYER, public, tokens=TOKENS, batch=BATCH)]
     for epsilon in (8, 2):
         defend = replaced(anatomy, tokenizer, epsilon)
         show(play(anatomy, crafted, pool, config, defend=defend), fitted=True)

@@ -4,6 +4,7 @@ import csv
 import hashlib
 import io
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.defenses import DefenseContext, TokenLDP
 from lightning_fedleak.evaluation.games import GameConfig, GameResult, SentencePool, play
+from lightning_fedleak.evaluation.games.pool import game_challenges, pad
 from lightning_fedleak.model.anatomy import Anatomy
 
 PLANTED = " ".join(["This is the sentence that is looked for."] * 11)
@@ -29,6 +31,9 @@ NAMED = {
     "yelp": ("yelp_sentences/sentiment.test.1.gz", "yelp_sentences/sentiment.dev.1.gz"),
 }
 """Test and training half, in the folder of FEDLEAK_ASSETS."""
+
+RANDOMISED_LADDER = (1.0, *(float(step) for step in range(40, 2001, 20)))
+"""An FCMembership's for text with replaced tokens: it reaches twice the target's own norm."""
 
 
 def texts_of(name: str, public_name: str | None) -> tuple[list[str], list[str]]:
@@ -97,11 +102,8 @@ def prepared(anatomy: Anatomy, attacks: list[MembershipAttack]) -> list[Membersh
     return attacks
 
 
-def played_on_replaced(
-    anatomy: Anatomy, attacks: list[MembershipAttack], pool: SentencePool, config: GameConfig,
-    defense: TokenLDP, job: str, planted: Tensor | None = None,
-) -> list[GameResult]:  # fmt: skip
-    """Games in which the client's ids are replaced; no two jobs share their noise."""
+def replacing(anatomy: Anatomy, defense: TokenLDP, job: str) -> Callable:
+    """What replaces the ids of a batch; no two jobs share their noise, two of one job do."""
     entropy, device = hashlib.sha256(job.encode()).digest(), torch.device("cpu")
     context = DefenseContext(anatomy.model, 0, 1, device, "32-true", 0, entropy)
     defense.before_setup(context)
@@ -109,4 +111,33 @@ def played_on_replaced(
     def defend(ids: Tensor, mask: Tensor | None) -> Tensor:
         return defense.on_batch({"input_ids": ids, "attention_mask": mask}, context)["input_ids"]
 
+    return defend
+
+
+def played_on_replaced(
+    anatomy: Anatomy, attacks: list[MembershipAttack], pool: SentencePool, config: GameConfig,
+    defense: TokenLDP, job: str, planted: Tensor | None = None,
+) -> list[GameResult]:  # fmt: skip
+    """Games in which the client's ids are replaced."""
+    defend = replacing(anatomy, defense, job)
     return play(anatomy, attacks, pool, config, planted=planted, defend=defend)
+
+
+def seen_in_clear(
+    game: GameResult, anatomy: Anatomy, pool: SentencePool, config: GameConfig, defense: TokenLDP,
+    job: str,
+) -> GameResult:  # fmt: skip
+    """The same games by a server that sees the replaced batch: the bound of what layers can read.
+
+    Its score is the largest share of the target's words that stand at their places in one row.
+    ``defense`` is a fresh one with the settings of the games'.
+    """
+    defend, scores = replacing(anatomy, defense, job), []
+    for challenge in game_challenges(pool, config, spare=int(anatomy.kind == "causal")):
+        ids, mask = pad(challenge.data, pool.pad_id)
+        ids = defend(ids, mask).masked_fill(mask == 0, -1)
+        for target in challenge.targets:
+            n = min(len(target), ids.shape[1])
+            scores.append((ids[:, :n] == target[:n]).sum(1).max() / len(target))
+    scores = torch.stack(scores).double()
+    return replace(game, attack="seen", scores=scores, guesses=scores > 0.5)

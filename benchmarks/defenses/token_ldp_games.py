@@ -2,31 +2,43 @@
 
     python -m benchmarks.defenses.token_ldp_games --model DIR --blocks 15
     python -m benchmarks.defenses.token_ldp_games --model DIR --attacks count --mechanisms grr
+    python -m benchmarks.defenses.token_ldp_games --model DIR --rule published --mechanisms grr \
+        --epsilon 5 --layers 1 3 6 --attacks seen fc fc_token attention words words_token
 
 The game of Fig. 2 of Vu et al. 2024, under ``--rule token`` with epsilon for each token over the
-vocabulary, under ``sequence`` for the whole sentence. The paper's own tables, under its protocol,
-are in ``papers/membership.py``.
+vocabulary, under ``sequence`` for the whole sentence, under ``published`` as in their code. The
+paper's own tables are in ``papers/membership.py``.
 
 Adversaries (``--attacks``): ``count`` at the embeddings; at each of ``--layers`` ``fc``, a
-FCMembership on whole sentences with rungs up to twice the target's own norm, and ``attention`` as
-it plays against replaced batches. AUC with 95% intervals (bootstrap over batches), the mean over
-the texts.
+FCMembership on whole sentences with rungs up to twice the target's own norm, ``fc_token`` the same
+on one token, ``attention`` as it plays against replaced batches, and ``words`` and ``words_token``,
+a WordMembership. ``seen`` is a server that sees the replaced batch. AUC with 95% intervals
+(bootstrap over batches), the mean over the texts, and over the layers too in the last column.
 """
 
 import argparse
 import math
 import statistics
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Sequence
 from itertools import product
+from typing import Any
 
 from transformers import AutoTokenizer
 
-from benchmarks.attacks.membership_games import halves, joined, played_on_replaced, prepared
+from benchmarks.attacks.membership_games import (
+    RANDOMISED_LADDER,
+    halves,
+    joined,
+    played_on_replaced,
+    prepared,
+    seen_in_clear,
+)
 from benchmarks.defenses.token_count import TokenCount
 from benchmarks.shared import parser_of, print_place, print_row, table
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.base import MembershipAttack
-from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
+from lightning_fedleak.attacks.membership.fc import FCMembership, WordMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.cli.studies.models import find_model
 from lightning_fedleak.defenses import BatchForm, TokenLDP
@@ -39,6 +51,7 @@ SMOKE = (
 )
 MECHANISMS = ("grr", "rappor", "the", "dbitflip")
 ATTACKS = ("count", "fc", "attention")
+MORE = ("fc_token", "words", "words_token", "seen")
 
 
 def adversaries(
@@ -48,16 +61,26 @@ def adversaries(
     tokens = {"tokens": args.tokens}
     attacks: list[MembershipAttack] = [TokenCount(public, args.tokens)]
     for layer in args.layers:
-        wide = {"ladder": RANDOMISED_LADDER, "tau": "auto", "name": f"fc, layer {layer}"}
-        attacks.append(FCMembership(layer, "full", **tokens, **wide))
-        name = f"attention, layer {layer}"
-        attacks.append(AttentionMembership(layer, public, batch=args.batch, name=name, **tokens))
-    attacks = [attack for attack in attacks if attack.name.split(",")[0] in args.attacks]
-    return prepared(anatomy, attacks)
+        wide = {"ladder": RANDOMISED_LADDER, "tau": "auto", **tokens}
+        calibrated = {"batch": args.batch, **tokens}
+        attacks.append(AttentionMembership(layer, public, name="attention", **calibrated))
+        for form, end in (("full", ""), ("token", "_token")):
+            attacks.append(FCMembership(layer, form, name=f"fc{end}", **wide))
+            attacks.append(WordMembership(layer, public, form, name=f"words{end}", **calibrated))
+    return prepared(anatomy, [attack for attack in attacks if attack.name in args.attacks])
 
 
-def auc_of(texts: Collection[list[GameResult]]) -> str:
-    """The mean of the texts' AUCs, as the paper averages, with its 95% interval.
+def defense_of(mechanism: str, epsilon: float, rule: str, tokenizer: Any) -> TokenLDP:
+    settings = {"special_ids": tokenizer, "form": BatchForm(kind="causal")}
+    if rule == "published":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it has no guarantee
+            return TokenLDP.as_published(mechanism, epsilon, **settings)
+    return TokenLDP(mechanism, epsilon, rule, memoize=False, **settings)
+
+
+def auc_of(texts: Collection[list[GameResult]]) -> tuple[float, float, float]:
+    """The mean of the texts' AUCs, as the paper averages, and its 95% interval.
 
     Scores of one text are not held against another's, whose sentences are longer or nearer to each
     other. The interval joins those of the texts by their squares (Zou & Donner 2008).
@@ -66,7 +89,11 @@ def auc_of(texts: Collection[list[GameResult]]) -> str:
     value = statistics.fmean(rate.value for rate in rates)
     down = math.hypot(*(rate.value - rate.low for rate in rates)) / len(rates)
     up = math.hypot(*(rate.high - rate.value for rate in rates)) / len(rates)
-    return f"{value:.3f} ({max(0.0, value - down):.2f} to {min(1.0, value + up):.2f})"
+    return value, max(0.0, value - down), min(1.0, value + up)
+
+
+def cell(auc: Sequence[float]) -> str:
+    return f"{auc[0]:.3f} ({auc[1]:.2f} to {auc[2]:.2f})"
 
 
 def main() -> None:
@@ -75,7 +102,7 @@ def main() -> None:
         public=(str, "the server's text, where --text is a file"), batch=40, tokens=32,
         layers=[1, 6], blocks=(16, "batches of each text"), epsilon=[5, 7.5, 10], seed=0,
         targets=(4, "games that share a batch"), mechanisms=([*MECHANISMS], MECHANISMS),
-        rule=("token", ("token", "sequence")), attacks=([*ATTACKS], ATTACKS),
+        rule=("token", ("token", "sequence", "published")), attacks=([*ATTACKS], ATTACKS + MORE),
     ).parse_args()  # fmt: skip
     print_place()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -86,15 +113,11 @@ def main() -> None:
         ids = tokenizer(public, truncation=True, max_length=args.tokens)["input_ids"]
         pool = SentencePool.from_texts(private, tokenizer, args.tokens)
         sides[text] = pool, adversaries(anatomy, PublicText(ids), args)
-    names = [attack.name for attack in sides[args.text[0]][1]]
-    print(table(["mechanism", "eps", "games", *names], []))
+    print(table(["mechanism", "eps", "games", "attack", "AUC by layer", "mean of layers"], []))
     for mechanism, epsilon in product(args.mechanisms, args.epsilon):
-        results: dict[str, dict[str, list[GameResult]]] = {name: {} for name in names}
+        results: dict[str, dict[int, dict[str, list[GameResult]]]] = {}
         for number, text in enumerate(args.text):
             for block in range(args.blocks):
-                form = BatchForm(kind="causal")
-                settings = {"memoize": False, "special_ids": tokenizer, "form": form}
-                defense = TokenLDP(mechanism, epsilon, args.rule, **settings)
                 seed = args.seed + 1_000_000 * number + 10 * block
                 shape = {"batch": args.batch, "targets_per_batch": args.targets}
                 config = GameConfig(games=args.targets, seed=seed, **shape)
@@ -103,11 +126,22 @@ def main() -> None:
                     f"Job(rule={args.rule!r}, protocol='game', mechanism={mechanism!r}, "
                     f"epsilon={epsilon}, rounds=1, memoize=False, text={text!r}, block={block})"
                 )
-                for one in played_on_replaced(anatomy, attacks, pool, config, defense, job):
-                    results[one.attack].setdefault(text, []).append(one)
-        games = len(args.text) * args.blocks * args.targets
-        cells = [auc_of(texts.values()) for texts in results.values()]
-        print_row(mechanism, f"{epsilon:g}", str(games), *cells)
+                defense = defense_of(mechanism, epsilon, args.rule, tokenizer)
+                played = played_on_replaced(anatomy, attacks, pool, config, defense, job)
+                if "seen" in args.attacks:
+                    defense = defense_of(mechanism, epsilon, args.rule, tokenizer)
+                    game = played[0]
+                    played.append(seen_in_clear(game, anatomy, pool, config, defense, job))
+                for one in played:
+                    layers = results.setdefault(one.attack, {})
+                    layers.setdefault(one.layer, {}).setdefault(text, []).append(one)
+        games = str(len(args.text) * args.blocks * args.targets)
+        for name, layers in results.items():
+            aucs = {layer: auc_of(texts.values()) for layer, texts in layers.items()}
+            cells = [f"{layer}: {cell(auc)}" for layer, auc in aucs.items()]
+            # Layers share games, so the ends of their intervals are averaged.
+            mean = [statistics.fmean(ends) for ends in zip(*aucs.values(), strict=True)]
+            print_row(mechanism, f"{epsilon:g}", games, name, "; ".join(cells), cell(mean))
 
 
 if __name__ == "__main__":

@@ -254,9 +254,7 @@ class TrainedMembership(base.MembershipAttack):
         public_rows: public samples, at most.
     """
 
-    threat_model = base.threat_with_public_text(
-        "a dishonest server that adds layers trained on a text it holds and on public text"
-    )
+    threat_model = base.CalibratedMembership.threat_model
     default_name = "trained_membership"
     rungs, guess_rung = len(POSITIONS), POSITIONS.index(0.0)
 

@@ -20,7 +20,13 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.attacks import membership_games
-from benchmarks.attacks.membership_games import attention, halves, joined, prepared
+from benchmarks.attacks.membership_games import (
+    RANDOMISED_LADDER,
+    attention,
+    halves,
+    joined,
+    prepared,
+)
 from benchmarks.papers import tables
 from benchmarks.papers.baselines import TrainedMembership
 from benchmarks.papers.cells import Cell, Row, chosen
@@ -29,7 +35,7 @@ from benchmarks.papers.synthetic import LAWS, LENGTHS, beta_of, simulate_bound
 from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, mean_of, number, rate_of
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.base import MembershipAttack
-from lightning_fedleak.attacks.membership.fc import RANDOMISED_LADDER, FCMembership
+from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.cli.studies.models import find_model
 from lightning_fedleak.defenses import BatchForm, TokenLDP

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_fedleak.attacks.membership.base import direction_of as direction_of
     from lightning_fedleak.attacks.membership.base import upstream_of as upstream_of
     from lightning_fedleak.attacks.membership.fc import FCMembership as FCMembership
+    from lightning_fedleak.attacks.membership.fc import WordMembership as WordMembership
     from lightning_fedleak.attacks.membership.gradients import (
         GradientMembership as GradientMembership,
     )

@@ -458,6 +458,12 @@ def test_next_tokens_have_the_models_own_logits(name: str) -> None:
     torch.testing.assert_close(
         after.logits(rows, columns), wanted[rows, columns], atol=1e-5, rtol=1e-4
     )
+    torch.testing.assert_close(
+        after.log_probabilities(ids[:, :4], None, None),
+        wanted[:, 3].log_softmax(1),
+        atol=1e-5,
+        rtol=1e-4,
+    )
     tokens = torch.tensor([[4, 9], [50, 3], [7, 8]])
     torch.testing.assert_close(
         after.token_logits(rows, columns, tokens),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Query, RunFacts
-from lightning_fedleak.attacks.membership import attention_layers, base
+from lightning_fedleak.attacks.membership import attention_layers
 from lightning_fedleak.attacks.membership.attention_layers import (
     AttentionSettings,
     Calibration,
@@ -27,9 +27,15 @@ from lightning_fedleak.attacks.membership.attention_layers import (
     coordinate_gradients,
     matched_rows,
 )
+from lightning_fedleak.attacks.membership.base import (
+    CalibratedMembership,
+    MembershipGuess,
+    check_targets,
+    read_rungs,
+    target_positions,
+)
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import fit_whitening
-from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.snapshots import check_finite
 from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
 
@@ -51,7 +57,7 @@ REPLACED_BETA = 0.01
 """Default factor against a defence that replaces batches: members score higher with it."""
 
 
-class AttentionMembership(base.MembershipAttack):
+class AttentionMembership(CalibratedMembership):
     """A_Attn: Algorithm 1 of Vu et al. 2024 in closed form, with a ladder of gammas.
 
     Three choices decide whether it works on real embeddings. The paper does not make them.
@@ -102,19 +108,11 @@ class AttentionMembership(base.MembershipAttack):
         'band'
     """
 
-    threat_model = base.threat_with_public_text(
-        "a dishonest server that adds layers of its own, asking for a text it holds"
-    )
     default_name = "attention_membership"
     config_names = (
         *("layer", "granularity", "beta", "gamma", "whiten", "score", "widths", "batch"),
         *("false_positive_rate", "seed", "tokens", "public_text", "refresh_every"),
     )
-    needs_float64 = True  # for the whitening
-    # The share of batches without the target that are guessed to have it, in the calibration and,
-    # with noise, in the decision.
-    false_positive_rate = base.FALSE_POSITIVE_RATE
-    refresh_every = 500  # steps after which refresh calibrates again; not tuned
 
     @explain_arguments("AttentionMembership(layer=1, public_text='sampled')")
     def __init__(
@@ -145,7 +143,6 @@ class AttentionMembership(base.MembershipAttack):
         self._choose(replaced=False, defended=False)
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
-        self._prepared_at = 0
         self._d: int | None = None  # the width of hidden states
         self._calibration: Calibration | None = None
 
@@ -182,17 +179,8 @@ class AttentionMembership(base.MembershipAttack):
             return len(self.widths)
         return attention_layers.CALIBRATED_LEVELS if self.gamma == "calibrated" else 1
 
-    def prepare(self, anatomy: Anatomy) -> None:
-        """Run A_init: fit whitening and gamma on the hidden states of public text.
-
-        Raises:
-            ValueError: the model has no such layer, or the public text is too short.
-        """
-        super().prepare(anatomy)
-        text = PublicText.resolve(self.public_text, anatomy, self.seed)
-        states = attention_layers.PublicStates.sample(
-            anatomy, self.layer, text, self.tokens, max(8192, 4 * anatomy.hidden_size), self.seed
-        )
+    def calibrate(self, states: attention_layers.PublicStates) -> None:
+        """Fit whitening and gamma to the hidden states of public text."""
         self._d = states.hidden.shape[-1]
         if self.gamma == "lemma":
             whitening = fit_whitening(states.tokens) if self.whiten else None
@@ -209,12 +197,6 @@ class AttentionMembership(base.MembershipAttack):
             false_positive_rate=self.false_positive_rate,
             seed=self.seed,
         )
-
-    def refresh(self, anatomy: Anatomy, step: int) -> None:
-        """Calibrate again after ``refresh_every`` steps, and at the start of a fit."""
-        if not 0 <= step - self._prepared_at < self.refresh_every:
-            self._prepared_at = step
-            self.prepare(anatomy)
 
     @property
     def rungs(self) -> int:
@@ -233,7 +215,7 @@ class AttentionMembership(base.MembershipAttack):
         x, v = self._whiten(hidden), super().embed(hidden, query)
         if self.score == "coordinates":
             return v.to(x.dtype)
-        positions, beta = base.target_positions(query, hidden), self._factor(x.shape[-1])
+        positions, beta = target_positions(query, hidden), self._factor(x.shape[-1])
         return torch.cat([v.to(x.dtype), matched_rows(x, query.attention_mask, positions, beta)], 1)
 
     @torch.no_grad()
@@ -255,7 +237,7 @@ class AttentionMembership(base.MembershipAttack):
             gradient[attention.sentence, attention.targets] = gradients
         return gradient
 
-    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> base.MembershipGuess:
+    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
         """Run A_guess: guess a member if the gradient at the calibrated gamma is not zero.
 
         Args:
@@ -278,16 +260,16 @@ class AttentionMembership(base.MembershipAttack):
         check_finite(gradient, "the gradient of the crafted layers")
         if self.score == "band":
             bands = self._band_gradients(gradient, exact=noise_std == 0)
-            return base.read_rungs(bands, noise_std * 2**0.5, level, self.false_positive_rate)
+            return read_rungs(bands, noise_std * 2**0.5, level, self.false_positive_rate)
         best = gradient.view(len(gradient), -1, levels).abs().amax(1)
         if noise_std == 0:
-            return base.read_rungs(best, 0.0, level)
+            return read_rungs(best, 0.0, level)
         rungs = gradient.shape[1] // levels * (level + 1)
         scores = best[:, : level + 1].amax(1) / noise_std
         # Sidak's correction: the largest of so many normals exceeds the threshold at this rate.
         level_quantile = (1 - self.false_positive_rate) ** (1 / rungs)
         threshold = torch.special.ndtri(torch.tensor((1 + level_quantile) / 2, dtype=torch.float64))
-        return base.MembershipGuess(scores, scores > float(threshold))
+        return MembershipGuess(scores, scores > float(threshold))
 
     def _band_gradients(self, gradient: Tensor, *, exact: bool) -> Tensor:
         """Return the bands' gradients (G, levels): those of the lower minus the upper edges.
@@ -341,7 +323,7 @@ class AttentionMembership(base.MembershipAttack):
 
     def _split_targets(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return whitened tokens (G, d), and rows of W_O (G, d) or None for coordinates."""
-        base.check_targets(targets)
+        check_targets(targets)
         if self.score == "coordinates":
             return self._whiten(targets), None
         tokens, rows = targets.tensor_split(2, dim=1)

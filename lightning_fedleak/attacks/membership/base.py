@@ -48,6 +48,7 @@ from lightning_fedleak.attacks.base import (
     Surfaces,
     ThreatModel,
 )
+from lightning_fedleak.attacks.membership.attention_layers import PublicStates
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.batches import TokenBatch
@@ -333,6 +334,47 @@ class MembershipAttack(Attack):
         return self.guess(view.gradient(CRAFTED), noise_std)
 
 
+class CalibratedMembership(MembershipAttack):
+    """Crafted layers whose numbers depend on the hidden states of public text."""
+
+    threat_model = ThreatModel.create(
+        "a dishonest server that adds layers of its own, asking for a text it holds",
+        *MembershipAttack.threat_model.needs,
+        Capability.KNOWS_PUBLIC_TEXT,
+    )
+    needs_float64 = True  # for the whitening
+    # The share of batches without the target that are guessed to have it, in the calibration and,
+    # with noise, in the decision.
+    false_positive_rate = FALSE_POSITIVE_RATE
+    refresh_every = 500  # steps after which refresh calibrates again; not tuned
+    seed = 0  # of public text and calibration
+    public_text: PublicText | Literal["sampled"]
+    _prepared_at = 0  # the optimizer step of the last calibration
+
+    def prepare(self, anatomy: Anatomy) -> None:
+        """Run A_init: calibrate on the hidden states of public text.
+
+        Raises:
+            ValueError: the model has no such layer, or the public text is too short.
+        """
+        super().prepare(anatomy)
+        text = PublicText.resolve(self.public_text, anatomy, self.seed)
+        n_tokens = max(8192, 4 * anatomy.hidden_size)
+        self.calibrate(
+            PublicStates.sample(anatomy, self.layer, text, self.tokens, n_tokens, self.seed)
+        )
+
+    @abstractmethod
+    def calibrate(self, states: PublicStates) -> None:
+        """Fit what depends on public text, such as a whitening, to its hidden states."""
+
+    def refresh(self, anatomy: Anatomy, step: int) -> None:
+        """Calibrate again after ``refresh_every`` steps, and at the start of a fit."""
+        if not 0 <= step - self._prepared_at < self.refresh_every:
+            self._prepared_at = step
+            self.prepare(anatomy)
+
+
 def reach(counts: Tensor, tokens: int) -> int:
     """Return the number of columns that hold ``tokens`` tokens of every text.
 
@@ -367,12 +409,6 @@ def sentence_rows(hidden: Tensor, mask: Tensor | None, tokens: int) -> Tensor:
     if length < tokens:
         hidden = nn.functional.pad(hidden, (0, 0, 0, tokens - length))
     return hidden[:, :tokens].reshape(b, tokens * d)
-
-
-def threat_with_public_text(adversary: str) -> ThreatModel:
-    """Return the threat model of crafted layers whose server holds public text too."""
-    needs = MembershipAttack.threat_model.needs
-    return ThreatModel.create(adversary, *needs, Capability.KNOWS_PUBLIC_TEXT)
 
 
 def check_targets(targets: Tensor) -> None:

@@ -209,12 +209,11 @@ class BottomModel:
     def run_through(
         self,
         run: Callable[..., Any],
-        shape: torch.Size,
+        ids: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
     ) -> Tensor:
-        """Run another part of the model on texts of ``shape`` (B, L) whose tokens do not matter."""
-        ids = torch.full(shape, self._plain_id, device=self.device)
+        """Return what another part of the model computes from texts (B, L)."""
         states: Tensor = copy_context().run(
             run, **self._inputs(ids, attention_mask, position_ids), **self._no_cache
         )
@@ -334,7 +333,8 @@ class NextTokens:
         assert anatomy.head is not None
         self._head = unwrap(anatomy.head)
         place = place_of(anatomy, bottom.layer)
-        run = model_runs.stop_at(anatomy.model, Place("head", self._head, "input"))
+        self._run = model_runs.stop_at(anatomy.model, Place("head", self._head, "input"))
+        plain = torch.full(hidden.shape[:2], bottom._plain_id, device=bottom.device)
 
         def replace(states: Tensor) -> Tensor:
             # PEFT's virtual tokens come first and keep their states.
@@ -342,7 +342,7 @@ class NextTokens:
 
         with torch.no_grad(), bottom.session():
             with place.on_states(replace):
-                states = bottom.run_through(run, hidden.shape[:2], attention_mask, position_ids)
+                states = bottom.run_through(self._run, plain, attention_mask, position_ids)
             self._map = self._logit_map()
         self._states: Tensor = states[:, -hidden.shape[1] :]
 
@@ -351,6 +351,16 @@ class NextTokens:
         with torch.no_grad(), self._bottom.session():
             product: Tensor = self._head(self._states[rows, columns])
         return self._map(product.float())
+
+    def log_probabilities(
+        self, ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> Tensor:
+        """Return those (B, V) of the token after texts (B, L), not after the states sent."""
+        self._bottom._count(ids)
+        with torch.no_grad(), self._bottom.session():
+            states = self._bottom.run_through(self._run, ids, attention_mask, position_ids)
+            product = self._head(states[:, -1])
+        return self._map(product.float()).log_softmax(1)
 
     def token_logits(self, rows: Tensor, columns: Tensor, tokens: Tensor) -> Tensor:
         """Return the logits (n, k) of ``tokens`` (n, k) only, as in :meth:`logits`."""

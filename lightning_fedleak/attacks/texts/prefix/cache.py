@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens
 from lightning_fedleak.model.anatomy import cache_argument, without_peft
 from lightning_fedleak.model.model_runs import TOKENS_AT_ONCE, takes, virtual_tokens
 
@@ -250,6 +250,18 @@ class Prefixes:
     def attempt(self, candidates: Tensor) -> Tensor:
         """Return the states (B, n, d) of ``candidates`` (B, n) for the next token."""
         return self.follow(candidates[:, :0], candidates)
+
+    def predicted(self, top: NextTokens) -> Tensor:
+        """Return log-probabilities (B, V) of the next token; the prefixes are beams of one text."""
+        layout, length = self.layout, int(self.lengths[0])
+        end = int(layout.columns[0, length - 1]) + 1
+        self.computed += len(self.tokens) * end
+        mask, position_ids = layout.mask, layout.position_ids
+        return top.log_probabilities(
+            layout.spread(self.tokens, 0)[:, :end],
+            None if mask is None else mask[:, :end],
+            None if position_ids is None else position_ids[:, :end],
+        )
 
     def select(self, rows: Tensor) -> Prefixes:
         """Return a copy of the texts ``rows``, which may repeat (beams)."""

@@ -123,9 +123,10 @@ class PrefixInversion(base.InversionAttack):
             untrained.
         language_model: Whether the server's top model ranks the next token.
         noised: Whether the client adds noise, so that no token's state equals the one sent. True
-            seeks no equal state, but ranks whole texts by their distances. None tests it on the
-            whole vocabulary at one position; if that takes over half of the time left, noise is
-            assumed and the guess is unfinished. False never assumes noise: where no candidate
+            seeks no equal state, but ranks whole texts by their distances and by what the top model
+            expects after their own tokens. None tests it on the whole vocabulary at one position;
+            if that takes over half of the time left, noise is assumed and the guess is unfinished.
+            False never assumes noise: where no candidate
             matches, the nearest token of the whole vocabulary is taken.
         seed: The seed of the attack's random draws.
         name: The name in the logs.

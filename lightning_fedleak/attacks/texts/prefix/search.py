@@ -10,14 +10,13 @@ If no token's state equals the observed one, the states were noised or the copy 
 is stale. A beam search (:class:`_BeamSearch`) then recovers the rest. The true text has the
 smallest sum of distances to the observed states, and a wrong token changes all later states a
 little. So several prefixes are continued, and each candidate is verified after each of them. The
-prefixes with the smallest sums stay, if noise can explain how far they are from the best.
+prefixes with the smallest sums stay, if noise can explain how far they are from the best. The
+stronger the noise, the more counts how likely the top model finds a text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ AHEAD = 4, 48  # the fewest and most tokens guessed ahead; more waste work after
 # Constants of the beam search.
 BEAM = 4  # the most prefixes that are continued; more recover more noised text, and cost time
 OPENING = 16  # the candidates of the first ranking that are verified first
-ROUNDS = 32, 64, 128, 256  # the candidates of each round; a round without a nearer one is the last
+ROUNDS = 32, 64, 128, 256  # candidates of each round; one without a likelier one is the last
 GAP = 12.0  # nats by which a kept prefix may be less likely than the best; less drops true ones
 LEARN_AT = 4  # positions after which the noise's spread is learned; again at each doubling
 DOUBT = 16.0  # the weight of the assumed spread against the learned one, in positions
@@ -143,7 +142,7 @@ class PrefixSearch:
                 self.task.table,
                 self.task.observed[i, :n],
                 self.first[i],
-                partial(self.task.prior_of_all, i),
+                self.task.top,
                 BEAM,
                 spread,
             )
@@ -273,8 +272,7 @@ class _BeamSearch:
         table: The table that ranks candidates.
         observed: (N, d) the float32 states of the real tokens.
         first: (N, k) the candidates for each position by its observed state, the likeliest first.
-        prior: A function of a position that returns the log-probabilities (V,) of its token, up to
-            a constant; None if there is no prediction.
+        top: The top model, which predicts each token from the ones before it; None without one.
         width: The largest number of prefixes that are continued.
         spread: (d,) the standard deviation of observed states from the true ones, up to a factor.
             Distances are measured in these units.
@@ -293,16 +291,17 @@ class _BeamSearch:
         table: StateTable,
         observed: Tensor,
         first: Tensor,
-        prior: Callable[[int], Tensor | None],
+        top: NextTokens | None,
         width: int,
         spread: Tensor,
     ) -> None:
         self.prefixes = prefixes
         self.table, self.observed, self.first = table, observed, first
-        self.prior, self.width = prior, width
+        self.top, self.width = top, width
         self.position = self.start = int(prefixes.lengths[0])
         # (W, d) each prefix's sum over positions of squared differences from the observed states.
         self.squares = observed.new_zeros(1, observed.shape[1])
+        self.likely = observed.new_zeros(1, 1)  # (W, 1) each prefix's log-probability
         self.newest: Tensor | None = None
         self.computed = 0
         self.assumed = spread  # before residuals correct it
@@ -343,10 +342,14 @@ class _BeamSearch:
         target = self.observed[self.position]
         tokens = self.first[self.position, :OPENING].expand(len(rows), -1)
         states = self._open(tokens)
+        # (W, V) the log-probability of each prefix with each token after it.
+        self.prior = self.likely.expand(-1, self.table.size)
+        if self.top is not None and self.position:
+            self.prior = self.likely + self.prefixes.predicted(self.top)
         squares = ((states - target) / self.spread).square().sum(2)
         in_time = True
         for count in ROUNDS:
-            best = squares.argmin(1)
+            best = self._scores(tokens, squares).argmax(1)
             new = self._new_candidates(tokens, states[rows, best], tokens[rows, best], count)
             if not new.shape[1]:
                 break
@@ -354,14 +357,21 @@ class _BeamSearch:
             if not in_time:
                 break
             new_states = self.prefixes.attempt(new).float()
-            new_squares = ((new_states - target) / self.spread).square().sum(2)
-            nearer = new_squares.amin(1) < squares[rows, best]
             tokens, states = torch.cat([tokens, new], 1), torch.cat([states, new_states], 1)
-            squares = torch.cat([squares, new_squares], 1)
-            if not bool(nearer.any()):
+            squares = ((states - target) / self.spread).square().sum(2)
+            if bool((self._scores(tokens, squares).argmax(1) == best).all()):
                 break
         self._choose(tokens, states, squares)
         return in_time
+
+    def _scores(self, tokens: Tensor, squares: Tensor) -> Tensor:
+        """Return the log-likelihood (W, k) of each prefix with each token, up to a constant.
+
+        The best text's mean square is taken as the noise's variance, in units of the spread.
+        """
+        totals = (self.squares / self.spread.square()).sum(1, keepdim=True) + squares
+        unit = totals.min() / ((self.position - self.start + 1) * len(self.spread))
+        return self.prior.gather(1, tokens) - totals / (2.0 * unit.clamp(min=1e-30))
 
     def _open(self, candidates: Tensor) -> Tensor:
         """Return the states of the first candidates after the tokens that were chosen last."""
@@ -377,8 +387,8 @@ class _BeamSearch:
         """Return new candidates (W, k) whose predicted states are nearest to the observed one.
 
         A token's state is predicted from the best candidate's state: it differs by the difference
-        of their entries in the table. With a top model, a quarter of the candidates are those with
-        the highest sum of its log-probability and a score that falls with the distance.
+        of their entries in the table. With a top model, half of the candidates are those with the
+        highest sum of its log-probability and a score that falls with the distance.
 
         Args:
             tokens: (W, n) the candidates that were verified.
@@ -391,15 +401,14 @@ class _BeamSearch:
         squares = self.squared_norms + points.square().sum(1, keepdim=True)
         squares = torch.addmm(squares, points, self.entries.T, alpha=-2.0).clamp_(min=1e-12)
         scores = self.table.only_tried(squares.neg_()).scatter_(1, tokens, -float("inf"))
-        prior = self.prior(self.position)
-        if prior is None or count < 4:
+        if self.top is None or count < 4:
             return scores.topk(count, dim=1).indices
-        near = scores.topk(count - count // 4, dim=1).indices
-        # d / 8 nats for each factor e of the squared distance: a quarter of a Gaussian's d / 2 for
-        # unknown noise, since predicted states are only near the true ones.
-        likely = scores.neg_().log_().mul_(-0.125 * self.observed.shape[1]).add_(prior)
+        near = scores.topk(count // 2, dim=1).indices
+        # d / 4 nats for each factor e of the squared distance: half of a Gaussian's d / 2, since
+        # the noise is unknown and predicted states are only near the true ones.
+        likely = scores.neg_().log_().mul_(-0.25 * self.observed.shape[1]).add_(self.prior)
         likely = likely.nan_to_num_(nan=-float("inf")).scatter_(1, near, -float("inf"))
-        return torch.cat([near, likely.topk(count // 4, dim=1).indices], 1)
+        return torch.cat([near, likely.topk(count - count // 2, dim=1).indices], 1)
 
     def _choose(self, tokens: Tensor, states: Tensor, squares: Tensor) -> None:
         """Keep the best prefixes, each with its token at this position.
@@ -409,16 +418,13 @@ class _BeamSearch:
             states: (W, k, d) their states.
             squares: (W, k) their squared distances from the observed state, in units of the spread.
         """
-        totals = (self.squares / self.spread.square()).sum(1, keepdim=True) + squares
-        ranked = totals.flatten().topk(min(self.width, totals.numel()), largest=False)
-        unit = float(ranked.values[0]) / ((self.position - self.start + 1) * len(self.spread))
-        # A Gaussian with variance ``unit`` loses 1 nat for each 2 * unit of the squared distance.
-        is_near = ranked.values - ranked.values[0] <= 2.0 * GAP * max(unit, 1e-30)
-        best_ranked = ranked.indices[is_near]
+        ranked = self._scores(tokens, squares).flatten().topk(min(self.width, squares.numel()))
+        best_ranked = ranked.indices[ranked.values[0] - ranked.values <= GAP]
         rows, columns = best_ranked // tokens.shape[1], best_ranked % tokens.shape[1]
         differences = states[rows, columns] - self.observed[self.position]
         self.squares = self.squares[rows] + differences.square()
         self.newest = tokens[rows, columns]
+        self.likely = self.prior[rows, self.newest][:, None]
         if not torch.equal(rows, torch.arange(len(self.prefixes.lengths), device=rows.device)):
             self.computed += self.prefixes.computed
             self.prefixes = self.prefixes.select(rows)

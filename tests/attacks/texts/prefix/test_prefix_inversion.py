@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess, WorkLimit
-from lightning_fedleak.attacks.texts.bottom_model import BottomModel
+from lightning_fedleak.attacks.texts.bottom_model import BottomModel, NextTokens
 from lightning_fedleak.attacks.texts.embedding_descent import EmbeddingDescent
 from lightning_fedleak.attacks.texts.prefix import inversion, verification
 from lightning_fedleak.attacks.texts.prefix.cache import Layout, Prefixes
@@ -349,13 +350,13 @@ class Case:
     def states(self, ids: torch.Tensor) -> torch.Tensor:
         return hidden_states(self.anatomy, LAYER, ids)
 
-    def read(self, width: int, limit: WorkLimit | None = None) -> _BeamSearch:
+    def read(self, width: int, limit: WorkLimit | None = None, top=None) -> _BeamSearch:
         search = _BeamSearch(
             Prefixes(self.bottom, Layout.from_masks((1, LENGTH), None, None)),
             self.table,
             self.observed,
             self.table.likeliest(self.observed, 16)[0],
-            lambda place: None,
+            top,
             width,
             torch.ones(self.observed.shape[1]),
         )
@@ -414,3 +415,43 @@ def test_beams_find_what_greedy_search_misses() -> None:
         assert many <= one * (1 + 1e-5)
         better += many < one * (1 - 1e-5)
     assert better > 0
+
+
+class Habit:
+    """Stands for a top model: the token after t is (7 t + 3) % VOCAB, nine times of ten."""
+
+    def log_probabilities(self, ids, mask, position_ids) -> torch.Tensor:
+        likely = torch.full((len(ids), VOCAB), math.log(0.1 / (VOCAB - 1)))
+        return likely.scatter(1, (7 * ids[:, -1:] + 3) % VOCAB, math.log(0.9))
+
+
+def test_under_noise_beams_prefer_what_the_top_finds_likely_after_their_own_tokens() -> None:
+    read, alone = 0, 0
+    for seed in range(4):
+        case = Case(models.tiny_llama, seed, 3.0)
+        for i in range(1, LENGTH):
+            case.sent[i] = (7 * case.sent[i - 1] + 3) % VOCAB
+        noise = torch.randn(case.observed.shape, generator=torch.Generator().manual_seed(seed))
+        clean = case.states(case.sent[None])[0]
+        case.observed = clean + 3.0 * clean.std() * noise
+        read += int((case.read(4, top=Habit()).tokens == case.sent).sum())
+        alone += int((case.read(4).tokens == case.sent).sum())
+    assert read > 2 * alone
+    assert read > 0.6 * 4 * LENGTH
+
+
+@pytest.mark.parametrize("pad", [0, 3])
+def test_what_beams_expect_next_is_what_the_model_expects_after_their_tokens(pad) -> None:
+    case = Case(models.tiny_llama, 1, 0.0)
+    mask = torch.ones(1, LENGTH + pad)
+    mask[:, :pad] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0).long()
+    layout = Layout.from_masks(mask.shape, mask, positions)
+    beams = Prefixes(case.bottom, layout).select(torch.zeros(2, dtype=torch.int64))
+    tokens = torch.stack([case.sent[:4], case.sent[2:6]])
+    beams.follow(tokens)
+    beams.keep(torch.tensor([4, 4]))
+    top = NextTokens(case.bottom, torch.randn(1, *case.observed.shape))
+    with torch.no_grad():
+        wanted = case.anatomy.model(input_ids=tokens).logits[:, -1].log_softmax(1)
+    torch.testing.assert_close(beams.predicted(top), wanted, atol=1e-5, rtol=1e-4)

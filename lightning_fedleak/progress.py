@@ -55,15 +55,20 @@ class Stopwatch:
     A pause in which the process does not run (a busy machine, swapping, a stopped job) adds no
     processor time, and threads that work at the same time add no more than the time that passes.
     All budgets, prices and cadences use it.
+
+    Args:
+        device: A device for which the process may wait. On a GPU all the time that passes counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._waits = device is not None and device.type != "cpu"
         self._begin, self._processor = time.perf_counter(), time.process_time()
 
     @property
     def seconds(self) -> float:
         """Return the seconds so far."""
-        return min(time.perf_counter() - self._begin, time.process_time() - self._processor)
+        passed = time.perf_counter() - self._begin
+        return passed if self._waits else min(passed, time.process_time() - self._processor)
 
 
 def measure_seconds(work: Callable[[], object], device: torch.device) -> float:

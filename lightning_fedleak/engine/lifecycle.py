@@ -276,9 +276,9 @@ class Engine:
         attacks = tuple(attack for attack in self.selection.attacks if attack.name in names)
         selection = replace(self.selection, attacks=attacks)
         lineup = Lineup(run, selection, self.options, in_steps, self._refused)
-        # What a gate watches; under DP all, whatever the data, and all if processes could differ.
+        # What a gate watches; all behind a defence, which may hide one surface, or on processes.
         gated = {part for gate in self.gates for part in gate.metric.split("/")}
-        lineup.needed = names if record.accounting(run.defenses) or run.processes > 1 else gated
+        lineup.needed = names if run.defenses or run.processes > 1 else gated
         self.fit = Fit(run, lineup, self.options, self.step_series, in_steps)
         return lineup
 

@@ -327,8 +327,9 @@ class Lineup:
     def _is_spared(self, plan: Plan, plans: Mapping[str, Plan]) -> bool:
         """Return whether another one of the planned attacks reads as much as this one."""
         other = plans.get(plan.attack.second_to)
-        is_read = other is not None and other.exposed and other.attack.name not in self._doubted
-        return is_read and plan.attack.name not in self.needed
+        if other is None or not other.exposed or self._never_reads(other.attack.name):
+            return False
+        return plan.attack.name not in self.needed and other.attack.name not in self._doubted
 
     def doubt(self, names: Collection[str]) -> bool:
         """Set the attacks whose newest number is unknown, and return whether that changes plans."""

@@ -9,13 +9,13 @@ steps between looks.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
 from lightning_fedleak.engine.outcomes import Series, Waiting
 from lightning_fedleak.engine.run import Look, Run
+from lightning_fedleak.progress import Stopwatch
 
 CURVE_LOOKS = 10
 """Number of looks of a run by default, evenly spread: enough for a curve; more take longer."""
@@ -212,7 +212,7 @@ class Scheduler:
         self.waiting: frozenset[Series] = frozenset()
         self.waits: dict[Series, Waiting] = {}
         self._step_seconds = 0.0  # running mean of steps without a look; 0 if not known
-        self._since: tuple[int, float] | None = None  # last step without a look, and its begin
+        self._since: tuple[int, Stopwatch] | None = None  # the last step without a look
         self._uncounted_seconds = 0.0  # seconds of looks that the cadence does not know yet
 
     def due_look(self, step: int, exposed: Collection[str]) -> Look | None:
@@ -244,11 +244,11 @@ class Scheduler:
     def _step_begins(self, step: int) -> None:
         """Update the mean step time when a batch begins."""
         if self._since is not None and step > self._since[0]:
-            (since, begin), mean = self._since, self._step_seconds
-            passed = (time.perf_counter() - begin) / (step - since)
+            (since, watch), mean = self._since, self._step_seconds
+            passed = watch.seconds / (step - since)
             self._step_seconds = passed if mean == 0 else 0.8 * mean + 0.2 * passed
             self._since = None
-        self._since = self._since or (step, time.perf_counter())
+        self._since = self._since or (step, Stopwatch(self._run.device))
 
     def still_waits(self, look: Look) -> bool:
         """Return whether the gradients that a retry waits for are still zero, on all processes."""

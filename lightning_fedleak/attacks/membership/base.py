@@ -49,9 +49,10 @@ from lightning_fedleak.attacks.base import (
     ThreatModel,
 )
 from lightning_fedleak.attacks.membership.attention_layers import PublicStates
-from lightning_fedleak.attacks.public_text import PublicText, TextSource
+from lightning_fedleak.attacks.public_text import PublicText, TextSource, frequent_tokens
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.batches import TokenBatch
+from lightning_fedleak.model.model_runs import context_length
 from lightning_fedleak.model.snapshots import COMPRESSIONS, check_finite
 from lightning_fedleak.validate import check_choice, check_integer
 
@@ -167,6 +168,14 @@ class PassiveMembership(Attack):
         generator = torch.Generator().manual_seed(self.seed)
         rows = self._public.draw(skip + n, generator)[skip:].tolist()
         return self._public.rows(rows, min(tokens or self.tokens, self.tokens), generator)
+
+    def _trial_texts(self, anatomy: Anatomy, n: int) -> TokenBatch:
+        """Return n public texts, or random tokens as long as the model has not written any."""
+        if self._public is not None or self.public_text != "sampled":
+            return self._texts(anatomy, n)
+        length = min(self.tokens, context_length(anatomy) or self.tokens)
+        ids = frequent_tokens(anatomy, n, length, torch.Generator().manual_seed(self.seed))
+        return TokenBatch(ids, ids, torch.ones_like(ids), "causal")
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the text that the model wrote. Everything else is computed from it again."""

@@ -135,8 +135,8 @@ class GradientMembership(PassiveMembership):
         return names
 
     def estimate(self, anatomy: Anatomy, texts: int) -> float:
-        """Return the seconds of a measurement step, from runs on a few public texts."""
-        batch, maps = self._texts(anatomy, TIMED_TEXTS), self._select_maps(anatomy)
+        """Return the seconds of a measurement step, from runs on a few texts."""
+        batch, maps = self._trial_texts(anatomy, TIMED_TEXTS), self._select_maps(anatomy)
 
         def run() -> None:
             if maps:
@@ -153,7 +153,7 @@ class GradientMembership(PassiveMembership):
         """
         maps = self._select_maps(anatomy)
         factors = [m for m in maps if m.factor == "A"]
-        if factors and not _all_reached(anatomy, factors, self._texts(anatomy, TIMED_TEXTS)):
+        if factors and not _all_reached(anatomy, factors, self._trial_texts(anatomy, TIMED_TEXTS)):
             self._names, self._anatomy = [m.name for m in maps], anatomy
             self._whitenings, self._common = {}, None  # none of an earlier fit
         else:

@@ -111,7 +111,8 @@ class SubspaceMembership(PassiveMembership):
 
     def estimate(self, anatomy: Anatomy, texts: int) -> float:
         """Return the seconds of a measurement step: the words' estimate, and timed states."""
-        inputs, ids = self._select_inputs(anatomy), self._texts(anatomy, _TIMED_TEXTS).input_ids
+        inputs = self._select_inputs(anatomy)
+        ids = self._trial_texts(anatomy, _TIMED_TEXTS).input_ids
         run = partial(row_space.input_states, anatomy, inputs, ids)
         states = measure_seconds(run, anatomy.device) / _TIMED_TEXTS * texts
         return self._words.estimate(anatomy, texts) + states

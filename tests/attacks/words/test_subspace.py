@@ -189,6 +189,20 @@ def test_the_first_step_of_lora_is_unknown_and_never_nothing() -> None:
         attack.run(observed(attack, anatomy))
 
 
+def test_rows_of_b_that_name_no_word_are_no_result_while_a_waits() -> None:
+    """Real text has a few large directions: there is a gap, and all below it counts as noise."""
+    model = fresh_lora(16)
+    attack, anatomy = prepared(model)
+    backward(model, texts(8, 16))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name and parameter.grad is not None:
+            u, sizes, v = torch.linalg.svd(parameter.grad, full_matrices=False)
+            sizes[2:] *= 0.1
+            parameter.grad = (u * sizes) @ v
+    with pytest.raises(NotYet):
+        attack.run(observed(attack, anatomy))
+
+
 @pytest.mark.parametrize("targets", [["v_proj"], ["q_proj", "v_proj"]])
 def test_a_few_types_show_in_b_alone(targets: list[str]) -> None:
     """LoRA-FA trains B only; r directions tell fewer than r types apart."""

@@ -343,7 +343,7 @@ class _PlantedDraws(TorchFunctionMode):
             self.classes = first.shape[:2][-1] if name == "cross_entropy" else self.classes
             size = 1.0 if self.factor == 1 else float(first.detach().abs().median().clamp(1e-6))
             # A tensor, as a single number would be a changing factor of the loss.
-            factor = first.new_full(first.shape or (1,), self.factor / size)
+            factor = torch.full_like(first if first.dim() else first[None], self.factor / size)
             return func((first * factor).view(first.shape), *others, **kwargs)
         if name == "randperm":  # which moves each row
             return func(*args, **kwargs).sort()[0].roll(1)

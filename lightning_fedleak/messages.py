@@ -4,8 +4,6 @@ Lightning stores the rank of the process when it is imported. Without Lightning,
 from the environment at each message; no global state is changed.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

@@ -4,8 +4,6 @@ Tensors and states are written as safetensors, secrets and lines as JSON. Each o
 written completely or not at all. :class:`RevealFiles` appends recovered text to files.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Measures the time of work on a device, and shows progress bars of long work."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress

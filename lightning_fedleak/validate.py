@@ -3,8 +3,6 @@
 :func:`explain_errors` and :func:`explain_arguments` replace the messages of other errors.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

@@ -3,8 +3,6 @@
 Only what the chosen subcommand needs is imported. A *recipe* is a ready-made config of ``fit``.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

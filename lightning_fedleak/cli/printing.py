@@ -1,7 +1,5 @@
 """What commands share: tables, numbers, folders of results, names of models and texts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ Is Actually DP-SGD (Unless You Apply Bias Correction)", arXiv 2312.14334). The v
 and computing with released gradients costs no privacy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

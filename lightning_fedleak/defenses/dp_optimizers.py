@@ -9,8 +9,6 @@ A monitor measures what released gradients leak. It reads the gradient at a *sta
 before the defence, ``SHARED`` after it in this process, ``AGGREGATE`` the mean over processes.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

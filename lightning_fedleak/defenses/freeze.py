@@ -4,8 +4,6 @@ Parameters that are not trained have no gradient, so the update that a client se
 one. Attacks that read words from the gradient of the head or of the embeddings have no input then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, get_args
 

@@ -4,8 +4,6 @@ Compression keeps fewer entries, fewer bits or fewer directions of a tensor. It 
 :class:`GradientCompression` is a ``Defense`` only so that it acts on updates in the same place.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ Lightning's name of the function that returns the loss of a batch; in other host
 that computes the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ With a clip this is local differential privacy of all data of a client at once. 
 the gradient of each sample instead, is in :mod:`lightning_fedleak.defenses.dpsgd`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ it is sharded (each process has a part), replicated (each has the same), or part
 the sum of what the processes have).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -7,8 +7,6 @@ their own states afterwards. Generators that cannot be set are found by measurem
 one state differ.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import operator

@@ -15,8 +15,6 @@ attack with a low number works at all.
 :mod:`~lightning_fedleak.engine.lifecycle` begins and ends the run and records the results.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ the *headline*; the highest one is logged as ``leakage/worst/<family>``. A *cont
 step on known words: if an attack recovers little of it, its low number is unknown.
 """
 
-from __future__ import annotations
-
 import difflib
 import logging
 import math

@@ -5,8 +5,6 @@ attacks are calibrated, training begins, the steps follow (:mod:`lightning_fedle
 training ends, the record is closed.
 """
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Iterable, Mapping

@@ -12,8 +12,6 @@ costs, or which argument lets it run. One more line names those that do not fit.
 number of shared parameters that no attack tests.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections import Counter

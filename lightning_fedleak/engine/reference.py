@@ -9,8 +9,6 @@ log-probabilities of the texts' tokens. A reference that was trained less than t
 scores with it are too low.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -8,8 +8,6 @@ the highest one is the family's *worst* value. A *gate* is a threshold on a logg
 *control* is the same step on known words, which shows whether an attack works at all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -6,8 +6,6 @@ read gradients at *stages*: ``local`` before the client's defences, ``shared`` a
 stage.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import time

@@ -6,8 +6,6 @@ looks. :class:`Scheduler` applies it in a run, and lets series without a result 
 steps between looks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ make each defence stronger by one step, a *notch*. The main metric of the attack
 as words, is its *headline*; ``leakage/worst/<family>`` is the highest one.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -9,8 +9,6 @@ A *look* is one measurement of the model. A *series* holds the rates of one grou
 looks, and has a name in the logs. The *base* is the model before training.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter

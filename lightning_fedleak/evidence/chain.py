@@ -9,8 +9,6 @@ leakage by all attacks, so that looks cannot be chosen by their results. Each ch
 findings to a :class:`Verdict`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -9,8 +9,6 @@ kind of leak. A *gate* is a rule that acts if a metric of a look exceeds a limit
 warns, raises an error, stops the run, or hardens it (strengthens a defence).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -9,8 +9,6 @@ on the leakage that attacks measure) is exceeded. Only a *filter*, an accountant
 budget, allows that.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

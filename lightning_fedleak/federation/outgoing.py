@@ -10,8 +10,6 @@ of a family of attacks. A value above the threshold is a breach, and so is an un
 and its low value proves nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

@@ -4,8 +4,6 @@ If the names in a checkpoint are not those of the model, transformers draws the 
 and PEFT leaves adapters at zero. A measurement of such a model looks like one without leakage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ training continues as if it had not happened. Every forward of this package runs
 masks, positions, PEFT and sharding. A run for hidden states stops after the layer.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections import OrderedDict

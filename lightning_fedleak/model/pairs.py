@@ -6,8 +6,6 @@ for these losses; a user's own loss needs a ``batch_adapter`` that returns a :cl
 :class:`RatedBatch`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ FSDP2 and ZeRO-3 keep a part of each parameter, its shard, on each process. Atta
 parameters, because they run the model at other times and on other batches than the training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

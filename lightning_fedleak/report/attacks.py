@@ -11,8 +11,6 @@ the results on the trained model and on shared updates, and the smallest rate th
 an attack that found nothing excludes only rates above it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

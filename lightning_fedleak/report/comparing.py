@@ -7,8 +7,6 @@ is a rule that acts if a leak exceeds a limit; if one stopped some of the runs, 
 instead how many updates left before, and what the longest other run leaked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

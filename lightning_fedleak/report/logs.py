@@ -6,8 +6,6 @@ groups their lines by the id of the fit as :class:`FitLog`, and drops fits that 
 another one. :func:`merge_monitors` then joins the logs that several monitors wrote of one fit.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -10,8 +10,6 @@ recovered most, and a verdict on it. The sentence and the facts follow from the 
 format of the report has these words and numbers; ``charts`` draws them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -11,8 +11,6 @@ nothing else. :func:`model_card` and :func:`leakage_file` give the block as Mark
 report``, during a fit, and at its end.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

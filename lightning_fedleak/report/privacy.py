@@ -8,8 +8,6 @@ The *ledger* of a defence, a file that lists all releases, shows whether any are
 with *planted gradients* adds known gradients to the training, to refute epsilon by detecting them.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import math

@@ -10,8 +10,6 @@ of leak. A *positive control* is the same attack at the same look on data whose 
 it recovers little too, the look is *blind*. A *pooled* value covers all looks so far.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ measurement of leakage at one step, or round of a federation; a look's *point* i
 metric there. A *gate* may withhold an update, so that it does not leave its client.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

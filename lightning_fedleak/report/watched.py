@@ -4,8 +4,6 @@ A *look* is a measurement of leakage by the attacks of a run at one training ste
 :class:`~lightning_fedleak.engine.Engine` makes the looks, and calls :class:`Reported` after each.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import time

@@ -1,7 +1,5 @@
 """The format of values, and the sentences on trust and units, in all forms of the report."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace

@@ -6,8 +6,6 @@ takes such a strategy, and becomes an instance of its class with methods that ca
 leaves the client. The methods that raise errors stand in for the strategy until it is known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 

@@ -8,8 +8,6 @@ The functions below them refuse models and optimizers whose gradients cannot be 
 whether the optimizers have gradients for a step.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ These trainers sample several completions of each prompt from the model (the pol
 the rewards that functions of the user compute. :class:`Rollouts` does the same without training.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Iterable, Mapping, Sequence

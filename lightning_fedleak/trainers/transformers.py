@@ -6,8 +6,6 @@ attacks read the gradients right before the step. The results are logged, and *g
 logged metrics, may stop the run. ``engine.fit`` is the engine's state of the current run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy

@@ -7,8 +7,6 @@ only a difference above gamma has a gradient. A *ladder* is one bias for each of
 each of these trainable numbers is a *rung*.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping

@@ -28,8 +28,6 @@ share of the norm. A client can notice an adapter whose matrices are not trained
 trained, the gradient of W_2 would show the same as that of b_2.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ inserts the layers into the model as real modules; :meth:`FCMembership.gradient`
 result without them. Each entry of the second bias is a *rung*, the gradient that the server reads.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

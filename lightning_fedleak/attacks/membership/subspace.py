@@ -8,8 +8,6 @@ block's rows reveal (:class:`~lightning_fedleak.attacks.words.subspace.SubspaceW
 more its states explain of deeper blocks' rows than of the first block's, where order has no effect.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial

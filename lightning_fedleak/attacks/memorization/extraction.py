@@ -14,8 +14,6 @@ finds a planted value likelier than other values that could have been drawn inst
 memorized it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ A *reference* shows what all texts of a kind gain by such a training (difficulty
 has a distribution of scores by models with it, and one by models without.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

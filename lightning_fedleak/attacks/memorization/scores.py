@@ -15,8 +15,6 @@ measure this difference instead of the training. If a random draw chose the non-
 difference is chance. With any other non-members, the comparison is invalid.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

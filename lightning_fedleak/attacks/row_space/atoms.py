@@ -17,8 +17,6 @@ adds atoms one at a time, each the one that raises the rows' likelihood most, an
 non-zero entries in a row than there are atoms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ if the types explain the rows and no other tokens could. :func:`silent_tokens` r
 that prevent a certificate, because they would leave no trace in the rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

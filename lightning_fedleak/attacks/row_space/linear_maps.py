@@ -9,8 +9,6 @@ compared in runs of the model, so that no norm, scaled embedding, fused projecti
 has to be known by name.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence

@@ -9,8 +9,6 @@ with the candidate at its position. This is exact for any model, whereas the sim
 embeddings only ranks candidates.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -24,8 +24,6 @@ before the comparison.
 encoders.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -13,8 +13,6 @@ if this share is only rounding. The *prior* is the model's log probability of th
 *branch* is a prefix of a recovered text with another next token, where a later text may begin.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@ the *readout* (:mod:`~lightning_fedleak.attacks.words.aligned_readout`). ``run``
 features of the rows that were shared and classifies them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

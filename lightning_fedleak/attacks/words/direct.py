@@ -4,8 +4,6 @@
 negative entries of the gradient of the head's bias.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

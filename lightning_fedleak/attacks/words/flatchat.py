@@ -15,8 +15,6 @@ its objective is a lower bound on the log-likelihood, which is tight for narrow 
 "Algorithm", "Eq." and "Remark" refer to the FLATCHAT paper.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ of another type. A result is *certified* if no type of the batch can be missing:
 explained, and no token is silent.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ each run at a few steps, called looks. Then it prints a table, the path of the r
 invented message with the words that the server recovered.
 """
 
-from __future__ import annotations
-
 import ast
 import logging
 import math

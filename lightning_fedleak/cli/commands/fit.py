@@ -1,7 +1,5 @@
 """``fedleak fit``: LightningCLI for any causal language model and any text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The subcommands that read the logs of runs: ``report``, ``compare`` and ``verify``."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 from rich.console import Console

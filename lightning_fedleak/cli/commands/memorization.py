@@ -6,8 +6,6 @@ and compares the scores in each pool, with reference models if there are any. Th
 writes results, and checks the limits of ``--at-most``, which an unknown rate breaches too.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from argparse import Namespace

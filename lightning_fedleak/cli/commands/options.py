@@ -4,8 +4,6 @@ Each function named after a command adds its options; its docstring is the comma
 module imports neither torch nor the attacks, so that help is printed quickly.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import inspect

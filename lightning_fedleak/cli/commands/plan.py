@@ -9,8 +9,6 @@ one on known words, and checks that the attacks find those. ``SubspaceWords`` is
 finds a batch's tokens from the rows of an update that depend on single tokens.
 """
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from argparse import Namespace

@@ -4,8 +4,6 @@ The list of rows was written by a monitor or by ``fedleak memorization --records
 numbers by how much the model leaks of the row, and holds no text.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from collections.abc import Mapping

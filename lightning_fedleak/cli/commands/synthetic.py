@@ -13,8 +13,6 @@ for held-out rows: passages that held-out rows share with the texts are no discl
 2026, arXiv 2606.16952).
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from argparse import Namespace

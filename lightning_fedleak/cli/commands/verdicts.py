@@ -1,7 +1,5 @@
 """The verdict of a command on trained weights: breaches of limits, files, and the exit status."""
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Whether the Hugging Face hub can be reached is known within seconds; its client needs minutes.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import logging

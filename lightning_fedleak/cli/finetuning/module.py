@@ -5,8 +5,6 @@ model with its tokenizer, and invented private messages. Here these are called t
 they are the defaults.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal

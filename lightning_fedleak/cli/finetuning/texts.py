@@ -4,8 +4,6 @@ A *row* is a mapping from column names to values, such as a line of a .csv file.
 of turns. Errors name files and columns, and quote no text, which may be private.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import gzip

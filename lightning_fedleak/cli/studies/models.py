@@ -3,8 +3,6 @@
 An *anatomy* is a model with the places of its parts, such as its embedding, blocks and head.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

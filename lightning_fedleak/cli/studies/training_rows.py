@@ -6,8 +6,6 @@ The labels are -100 at tokens that the loss was not computed on.
 row. It raises :class:`UnknownLabels` if nothing says where the loss was computed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ A *release* is one noised update. Releases with the same noise multiplier and sa
 noise that may be changed during the run.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

@@ -40,8 +40,6 @@ Under A a loss g(x) has the density ``phi(x) exp(g(x))``, and a loss -g(x) the d
 N(0, sigma^2). Only one of the two pairs, composed with itself, would be a lower bound.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings

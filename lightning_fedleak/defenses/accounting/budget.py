@@ -4,8 +4,6 @@ A *release* is one noised update. A *filter* is an accountant that allows the no
 the run (:class:`~lightning_fedleak.defenses.RenyiFilter`). To *harden* is to increase the noise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass

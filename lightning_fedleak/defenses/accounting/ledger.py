@@ -4,8 +4,6 @@ A *release* is one noised update. A line of the file has its noise multiplier, i
 a count.
 """
 
-from __future__ import annotations
-
 import errno
 import glob
 import json

@@ -1,7 +1,5 @@
 """The DP-SGD defence: its arguments, its hooks into training, and the state of its accountant."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

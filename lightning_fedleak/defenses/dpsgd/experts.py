@@ -15,8 +15,6 @@ A router's logits are a linear function of its input, and its other outputs are 
 logits. Its weight's gradient therefore follows from the input and the gradient of the logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType

@@ -11,8 +11,6 @@ whole numbers. Nothing else is read from the data. Dropout and autocast are off,
 weights of 16 bits, and model, host and random states are restored afterwards.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -24,8 +24,6 @@ error in a piece ends the step before anything is released. Checkpoints are writ
 so they hold no part of a batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any

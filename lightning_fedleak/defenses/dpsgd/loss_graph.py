@@ -25,8 +25,6 @@ They do not find what reaches a sample's term without a gradient: detached stati
 elements that need no gradient, such as ``mask / mask.sum()``, which looks like weights of samples.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

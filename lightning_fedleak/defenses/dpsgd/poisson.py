@@ -5,8 +5,6 @@ other example and of every other batch. Batches vary in size and may be empty. A
 has a release (of noise only) and must not be skipped.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections import deque

@@ -6,8 +6,6 @@ the gradient of the layer's output arrives in backward, a rule for the layer's c
 (:mod:`~lightning_fedleak.defenses.dpsgd.rules`) computes the per-sample gradients from the two.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -14,8 +14,6 @@ autograd's gradient. They differ if the layer mixes samples, or if it draws rand
 sample in another way than by ``nn.Dropout``.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections import OrderedDict

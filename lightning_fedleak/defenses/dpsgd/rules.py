@@ -10,8 +10,6 @@ layer is run again for each sample (:mod:`~lightning_fedleak.defenses.dpsgd.reru
 setup.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

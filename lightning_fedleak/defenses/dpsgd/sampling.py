@@ -6,8 +6,6 @@ dataset that leaves examples out by a secret random choice has a ``public_length
 them, which leaks nothing about the choice.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A *release* is one noised update. A *gate* is a rule that acts during training i
 is too high; with ``action="harden"`` it doubles the noise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

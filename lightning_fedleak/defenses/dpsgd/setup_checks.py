@@ -5,8 +5,6 @@ change. The *host* is the trainer or training loop. Several processes may togeth
 *team*); then their shards and data are checked too.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import Any

@@ -9,8 +9,6 @@ Noise covers only the optimizer's updates. Anything else that a training step wr
 would be shared without noise, and is refused (:mod:`~lightning_fedleak.defenses.dpsgd.writes`).
 """
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ example into what is released: :class:`Buffers` finds those of a training step, 
 those between two steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

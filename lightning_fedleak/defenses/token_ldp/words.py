@@ -6,8 +6,6 @@ returns the batch with the replacements. The draws themselves are in
 :mod:`~lightning_fedleak.defenses.token_ldp.mechanisms`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace

@@ -20,8 +20,6 @@ The order in a look (a measurement at one step), after the attacks have guessed:
    readers besides (:mod:`~lightning_fedleak.engine.channels.hidden`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -11,8 +11,6 @@ attacks of one family. Each process is a client, or all together are one.
 :func:`over_processes` divides the queries to a model among the processes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

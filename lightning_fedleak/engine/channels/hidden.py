@@ -9,8 +9,6 @@ compare the likelihoods with and without the type (the lemma of Neyman and Pears
 ``Phi(d / 2 - t / d)``, and names one that is not there with ``Phi(-d / 2 - t / d)``.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence

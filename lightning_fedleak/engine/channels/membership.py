@@ -25,8 +25,6 @@ are logged; intervals describe only these looks. An exact test within one look s
 leaked at all (:mod:`lightning_fedleak.evaluation.metrics.clustered`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ optimizer that steps the parameters, and whether their gradients are shared (*ex
 before the first step and again if layers are frozen or unfrozen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The remainder: what of a step's gradients the same step does not give when it is made again."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ In a look an attack guesses, and its guess is scored as *trials*: a table with a
 that could be recovered. Rates, intervals and p-values come from such tables alone.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence

@@ -18,8 +18,6 @@ For an attack on hidden states (:class:`~lightning_fedleak.attacks.InversionAtta
 An attack on gradients guesses at each stage, and its texts are matched with those of the batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace

@@ -11,8 +11,6 @@ If the settings name kinds of *values* (entities), such as phone numbers, each a
 series of the types in such values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, fields, replace
 from functools import partial

@@ -6,8 +6,6 @@ weight decay outside the optimizer, a running average in a buffer, or a leak. In
 side effects depend on weights and noise only, and not on the examples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -33,8 +33,6 @@ inclusion           the same for the number of steps that each example is in
 *Visible* is the smallest fault that a test refutes with probability 95%, by the same distributions.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -22,8 +22,6 @@ scores, and its training rows must not depend on membership. A reference that wa
 the non-members would report members even for a model that was trained on no row.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import numbers

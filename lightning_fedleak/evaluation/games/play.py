@@ -7,8 +7,6 @@ once, A_attack crafts the layers for a target sentence, and A_guess guesses the 
 gradient. In a *collision* the state that the attack reads is also in another sentence of the batch.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 

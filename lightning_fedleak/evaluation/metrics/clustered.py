@@ -12,8 +12,6 @@ vocabulary's types) that are in the batch is random: the scores may depend on ea
 So a single look is enough for a p-value, the probability that guessing does as well at this look.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ Whoever says so may be wrong: members and others may be of different kinds, or t
 before the training, may know the members. A draw would then be a coincidence that is refuted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Accuracy, AUC, advantage and TPR at a small FPR of a membership attack, with intervals."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

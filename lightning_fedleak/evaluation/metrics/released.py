@@ -10,8 +10,6 @@ The bounds of a TPR use order statistics only, so that they hold for any distrib
 near 0.5 unless members and non-members are from different distributions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ neighbours, so tokens are not independent trials. The intervals of means treat *
 independent; those of rates over sentences are Clopper-Pearson's.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import NamedTuple

@@ -5,8 +5,6 @@ numbers of Hugging Face's ``hidden_states``: 0 is the input of the first block, 
 block k. A :class:`Place` is the input or output of one block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile

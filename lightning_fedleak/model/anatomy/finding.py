@@ -6,8 +6,6 @@ labels mean: next tokens (``"causal"``), masked tokens (``"masked"``), a decoder
 (``"seq2seq"``) or classes (``"classifier"``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from inspect import signature
 from itertools import chain

@@ -11,8 +11,6 @@ has several children, of which one is active. Wrappers are recognised by the chi
 register, so neither PEFT nor any distributed backend is imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps

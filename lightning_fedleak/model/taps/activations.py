@@ -6,8 +6,6 @@ the user's own forward and backward, without a further run of the model. :func:`
 the records of a batch that the model ran in several pieces.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

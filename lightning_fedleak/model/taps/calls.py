@@ -4,8 +4,6 @@ Several texts that are packed into one row are its documents. Whether they atten
 depends on the model and on its arguments; :func:`crosses` tests it by two runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -9,8 +9,6 @@ attack as the step. If an attack fails on the control, a low value on the real g
 about a defence. The same functions repeat the step itself, on its original tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace

@@ -13,8 +13,6 @@ of the last hidden states (:mod:`~lightning_fedleak.model.taps.last_states`).
 ids, labels and mask.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ fails must not end the user's forward or backward: its error is stored, and rais
 read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps

@@ -6,8 +6,6 @@ they are shuffled over their positions: attacks that fail on it prove nothing ab
 optimizer repeats each client's steps from the weights at the start of the round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

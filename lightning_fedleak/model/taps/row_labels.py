@@ -11,8 +11,6 @@ Label smoothing and a z-loss add further terms, so that other entries can have t
 of the same shape for another label, as a control with shuffled tokens needs it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 

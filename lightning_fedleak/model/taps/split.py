@@ -8,8 +8,6 @@ in a hook of their own), and ``shared``, as the server gets them. Layers have th
 Face's ``hidden_states``: 0 is the input of the first block, k the output of block k.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ graph), so that the form of the user's batch does not matter. If that is impossi
 from the batch. Gradients are read from ``p.grad``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace

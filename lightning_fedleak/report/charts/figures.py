@@ -6,8 +6,6 @@ of lines and texts such as ``read`` (red: a leak), ``calm``, ``ink`` and ``use``
 classes of ``page.css``. Numbers without a name are distances in pixels, chosen by eye.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

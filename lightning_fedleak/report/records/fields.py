@@ -7,8 +7,6 @@ a line, :func:`as_json` converts a record back, and :func:`append_line` adds a l
 line holds the hash of the line before it and its own, so that changes of the file are detected.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -3,8 +3,6 @@
 A line that cannot be read does not affect the other lines: it is listed as a problem.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -15,8 +15,6 @@ known. If it also recovers little there, a low value is no evidence that nothing
 is, and whether lower is better (:func:`is_validation`, :func:`is_lower_better`).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping

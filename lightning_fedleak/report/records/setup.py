@@ -12,8 +12,6 @@ to measure what the model memorizes. A *positive control* is the same attack on 
 is known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, TypedDict

@@ -13,8 +13,6 @@ also ranks better, because the fit averages over the effects of one context on s
 :mod:`~lightning_fedleak.attacks.texts.prefix.search` then recovers the texts with this table.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import cycle
 from typing import Any

@@ -14,8 +14,6 @@ prefixes with the smallest sums stay, if noise can explain how far they are from
 stronger the noise, the more counts how likely the top model finds a text.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

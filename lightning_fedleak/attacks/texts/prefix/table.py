@@ -7,8 +7,6 @@ prefix shows the context's shift. The table's entries are then shifted alike bef
 compared again.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

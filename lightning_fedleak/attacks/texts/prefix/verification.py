@@ -18,8 +18,6 @@ between near tokens. The nearest candidate is therefore accepted, though another
 is within rounding of the observed state and one more round brings no nearer one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -6,8 +6,6 @@ the true-positive rate (TPR) of the attacks here. The bounds are logged next to 
 attack exceeds them significantly, the account is *refuted*: the implementation has a fault.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lightning_fedleak.defenses import Defense, DefenseError

@@ -13,8 +13,6 @@ attack scores texts for membership, or tries to extract them. The order in a fit
    *series*.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

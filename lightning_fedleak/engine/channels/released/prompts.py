@@ -9,8 +9,6 @@ prompts. ``RewardGain`` scores by rewards instead: for it the model completes ea
 every look, and the user's reward functions rate the completions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

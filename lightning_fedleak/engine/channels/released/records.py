@@ -8,8 +8,6 @@ rows, are logged (:mod:`lightning_fedleak.evaluation.metrics.record_list`). All 
 the rate and the probability of error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

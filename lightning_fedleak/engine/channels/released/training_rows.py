@@ -7,8 +7,6 @@ loader's collate function. Its texts must be recognised later in the batches of 
 row is read twice, and must give the same tokens both times.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

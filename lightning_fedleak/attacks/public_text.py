@@ -352,12 +352,13 @@ def frequent_tokens(
     Args:
         anatomy: the model.
         rows: number of texts.
-        length: number of tokens of each text.
+        length: number of tokens of each text, if the model takes as many.
         generator: CPU generator.
         size: The size of the vocabulary; by default that of the model's input.
     """
     config = getattr(anatomy.model, "config", None)
     size = size or getattr(config, "vocab_size", None) or anatomy.vocab_size
+    length = min(length, context_length(anatomy) or length)
     weights = 1 / (10.0 + torch.arange(size))
     for name in ("pad", "bos", "eos", "decoder_start"):
         token = getattr(config, f"{name}_token_id", None)

@@ -28,13 +28,13 @@ from lightning_fedleak.attacks.membership.attention_layers import (
 from lightning_fedleak.attacks.membership.base import (
     CalibratedMembership,
     MembershipGuess,
+    check_gradient,
     check_targets,
     read_rungs,
     target_positions,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import fit_whitening
-from lightning_fedleak.model.snapshots import check_finite
 from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
@@ -255,7 +255,7 @@ class AttentionMembership(CalibratedMembership):
             UnusableObservation: the gradient is not finite.
         """
         level, levels = self.require_calibration(self._calibration).level, self._levels
-        check_finite(gradient, "the gradient of the crafted layers")
+        check_gradient(gradient)
         if self.score == "band":
             bands = self._band_gradients(gradient, exact=noise_std == 0)
             return read_rungs(bands, noise_std * 2**0.5, level, self.false_positive_rate)

@@ -50,7 +50,6 @@ from lightning_fedleak.attacks.membership.attention_layers import PublicStates
 from lightning_fedleak.attacks.public_text import PublicText, TextSource, frequent_tokens
 from lightning_fedleak.model.anatomy import Anatomy, place_of
 from lightning_fedleak.model.batches import TokenBatch
-from lightning_fedleak.model.model_runs import context_length
 from lightning_fedleak.model.snapshots import COMPRESSIONS, check_finite
 from lightning_fedleak.validate import check_choice, check_integer
 
@@ -171,8 +170,7 @@ class PassiveMembership(Attack):
         """Return n public texts, or random tokens as long as the model has not written any."""
         if self._public is not None or self.public_text != "sampled":
             return self._texts(anatomy, n)
-        length = min(self.tokens, context_length(anatomy) or self.tokens)
-        ids = frequent_tokens(anatomy, n, length, torch.Generator().manual_seed(self.seed))
+        ids = frequent_tokens(anatomy, n, self.tokens, torch.Generator().manual_seed(self.seed))
         return TokenBatch(ids, ids, torch.ones_like(ids), "causal")
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -416,6 +414,11 @@ def sentence_rows(hidden: Tensor, mask: Tensor | None, tokens: int) -> Tensor:
     if length < tokens:
         hidden = nn.functional.pad(hidden, (0, 0, 0, tokens - length))
     return hidden[:, :tokens].reshape(b, tokens * d)
+
+
+def check_gradient(gradient: Tensor) -> None:
+    """Raise ``UnusableObservation`` if a number of the layers' gradient is NaN or infinite."""
+    check_finite(gradient, "the gradient of the crafted layers")
 
 
 def check_targets(targets: Tensor) -> None:

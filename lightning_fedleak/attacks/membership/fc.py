@@ -23,13 +23,14 @@ from lightning_fedleak.attacks.membership.base import (
     Granularity,
     MembershipAttack,
     MembershipGuess,
+    check_gradient,
     check_targets,
     sentence_rows,
 )
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import Whitening, fit_whitening
 from lightning_fedleak.model.anatomy import Anatomy
-from lightning_fedleak.model.snapshots import check_finite, products_in_tf32
+from lightning_fedleak.model.snapshots import products_in_tf32
 from lightning_fedleak.validate import check_integer, check_number, explain_arguments
 
 
@@ -490,7 +491,7 @@ class WordMembership(CalibratedMembership):
         Raises:
             UnusableObservation: The gradient is not finite, or it has noise.
         """
-        check_finite(gradient, "the gradient of the crafted layers")
+        check_gradient(gradient)
         if noise_std > 0:
             raise UnusableObservation("noise on gradients hides which rungs of the layers fire")
         scores = (gradient != 0).sum(1).float()

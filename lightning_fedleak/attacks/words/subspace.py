@@ -343,10 +343,11 @@ class SubspaceWords(base.Attack):
             except base.UnusableObservation as error:
                 refusals.append(error)
                 continue
-            if readable.is_factor_b and (best is not None or refusals):
-                is_lost = not len(result.types) or math.isnan(result.expected)
-                if is_lost and not any(noise.values()):
+            if readable.is_factor_b and not any(noise.values()):
+                if best is not None and math.isnan(result.expected):
                     continue  # nearly as many types as B's width, of which some fit by chance
+                if refusals and not len(result.types):
+                    continue  # A's rows will hold what B's do not
             if best is not None and readable.is_factor_b:  # A's rows hold more than B explains
                 result = replace(result, certified=False, silent=None)
             if result.silent is not None or result.evident > evident:

@@ -125,16 +125,29 @@ class HiddenWords:
         others = sorted({*range(vocabulary)} - ids - self._special)
         if not (types and others and 0 < noise_std < math.inf and step.example_norm != math.inf):
             return 1.0
-        growth = self._growth(len(tokens)) if math.isnan(step.example_norm) else 1.0
+        changes = self._newest_changes(step, len(tokens), types, others)
+        return best_f1([change / noise_std for change in changes], len(types), vocabulary)
+
+    def _newest_changes(
+        self, step: Step, tokens: int, types: Sequence[int], others: Sequence[int]
+    ) -> list[float]:
+        """Return the changes, measured at this step if they are old or the batches too different.
+
+        Args:
+            step: The step.
+            tokens: The number of its tokens.
+            types: The types that may be replaced.
+            others: The types that may stand in their place.
+        """
+        growth = self._growth(tokens) if math.isnan(step.example_norm) else 1.0
         if self._looks % LOOKS == 0 or growth > MAX_GROWTH:
             growth, self._looks = 1.0, 0
-            self._tokens, self._old_sizes = len(tokens), self._sizes
+            self._tokens, self._old_sizes = tokens, self._sizes
             draw = random.Random(step.number)
             olds = draw.sample(types, min(N_TYPES, len(types)))
             self._changes = self._measure(step, [(old, draw.choice(others)) for old in olds])
         self._looks += 1
-        growth /= noise_std
-        return best_f1([growth * x for x in self._changes], len(types), vocabulary)
+        return [growth * change for change in self._changes]
 
     def _growth(self, tokens: int) -> float:
         """Return how many times the changes may be as large as when they were measured.

@@ -12,8 +12,7 @@ from rich.table import Table
 from lightning_fedleak.attacks.memorization import CombinedReference
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.studies.training_rows import UnknownLabels
-from lightning_fedleak.evidence import HOLDS
-from lightning_fedleak.evidence.verification import match_weights
+from lightning_fedleak.evidence import HOLDS, match_weights
 from lightning_fedleak.report import ReportError, records
 from lightning_fedleak.validate import WrongModel
 

@@ -498,8 +498,10 @@ def _mend(
     if draws and n < MIN_TEXTS:
         return f"{2 * MIN_TEXTS} rows are the fewest that can be tested"
     needed = math.ceil(100 * min_texts * FORWARD_SHARE * forwards / (length - n)) / 100
-    asked = {"max_overhead": needed} if needed > settings.max_overhead else {}
-    asked |= {"most_texts": min_texts} if settings.most_texts < min_texts else {}
+    few = settings.most_texts < min_texts
+    asked = {"max_overhead": max(needed, settings.max_overhead)}
+    asked = asked if few or needed > settings.max_overhead else {}
+    asked |= {"most_texts": min_texts} if few else {}
     values = ", ".join(f"{name}={value:g}" for name, value in asked.items())
     steps = [f"`train` of train, others = leave_out(rows, {n}, seed=1)"] * draws
     steps += [f"settings=WatchSettings(memorization=Memorization({values}))"] * bool(asked)

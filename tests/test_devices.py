@@ -79,6 +79,8 @@ ATTACKS: dict[str, Callable[[], fedleak.Attack]] = {
     "subspace_words": lambda: fedleak.SubspaceWords(PUBLIC, capacity_seconds=1e-9),
     "fc, token": lambda: fedleak.FCMembership(1),
     "fc, full": lambda: fedleak.FCMembership(1, "full", tokens=LENGTH),
+    "words, token": lambda: attacks.WordMembership(1, PUBLIC, "token", tokens=LENGTH, batch=2),
+    "words, full": lambda: attacks.WordMembership(1, PUBLIC, tokens=LENGTH, batch=2),
     "attention": lambda: fedleak.AttentionMembership(1, PUBLIC, batch=2),
     "gradient": lambda: fedleak.GradientMembership(PUBLIC, public_rows=8, controls=3),
     "subspace": lambda: fedleak.SubspaceMembership(PUBLIC, public_rows=8),

@@ -469,6 +469,8 @@ def print_card(runs: Sequence[Path], weights: Path | None = None) -> None:
         return
     text = json.dumps(as_json(leakage_file(content)), indent=1, allow_nan=False) + "\n"
     with _writing_to(weights, "Name the folder of the weights with --out"):
+        if not weights.is_dir():  # it would be made
+            raise OSError("it is no folder")
         write_whole(weights / LEAKAGE, text.encode())
         (weights / LEAKAGE).chmod(0o644)  # it is released with the weights
 

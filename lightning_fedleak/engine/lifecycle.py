@@ -274,9 +274,10 @@ class Engine:
         attacks = tuple(attack for attack in self.selection.attacks if attack.name in names)
         selection = replace(self.selection, attacks=attacks)
         lineup = Lineup(run, selection, self.options, in_steps, self._refused)
-        # What a gate watches; all behind a defence, which may hide one surface, or on processes.
+        # What a gate watches; all in rounds, behind a defence (may hide one surface), on processes.
         gated = {part for gate in self.gates for part in gate.metric.split("/")}
-        lineup.needed = names if run.defenses or run.processes > 1 else gated
+        runs_all = run.unit == "round" or run.defenses or run.processes > 1
+        lineup.needed = names if runs_all else gated
         self.fit = Fit(run, lineup, self.options, self.step_series, in_steps)
         return lineup
 

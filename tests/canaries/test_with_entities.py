@@ -1,11 +1,9 @@
 """Values planted in a user's rows: where they stand, from which law they and candidates come."""
 
 import os
-import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -450,17 +448,3 @@ def test_a_part_of_most_rows_is_their_form_also_below_21_rows(n: int, is_form: b
     ids[:n, :16] = torch.arange(2000, 2016)
     rows = [Text(row, row) for row in ids]
     assert repeated_texts(rows, rows).tolist() == [not is_form and i < n for i in range(24)]
-
-
-def test_of_rows_of_one_form_only_those_that_repeat_one_row_or_few_are_repeats() -> None:
-    draw, phrases, own = random.Random(0), drawn(60, 0, 20), drawn(200, 1, 12)
-    bodies = [[*chain(*draw.sample(phrases, 3))] for _ in own]  # each phrase is in 10 rows or so
-    rows = [text(body + mine) for body, mine in zip(bodies, own, strict=True)]
-    rows.append(text(bodies[0] + drawn(1, 2, 12)[0]))  # the first one, but for its last tokens
-    again = repeated_texts(rows, rows)
-    assert again[[0, -1]].all()
-    assert again.double().mean() < 0.2
-    document = drawn(1, 3, 4000)[0]
-    for stride in (10, 40, 45):  # windows of 80 tokens share up to seven eighths with the next one
-        windows = [text(document[n : n + 80]) for n in range(0, 3900, stride)]
-        assert repeated_texts(windows, windows).all()

@@ -293,7 +293,6 @@ def test_with_a_forward_of_ids_a_model_of_a_users_own_is_attacked_by_all(
 ) -> None:
     batches = random_token_loader(**FEW)
     training = auto(tmp_path, wrap(Decoder()), loss=next_token_loss, batches=batches)
-    assert {"bag_of_words", "gradient_membership"} <= attacks_in(training.watch.latest)
-    assert "bag_of_words reads as much" in str(training.watch.lines("aligned_flatchat"))
+    assert {"aligned_flatchat", "gradient_membership"} <= attacks_in(training.watch.latest)
     assert training.watch.latest["leakage/gradient_membership/auc"] == 1
     assert training.watch.failures == 0

@@ -5,6 +5,7 @@ A *reference* shows what all texts of a kind gain by such a training (difficulty
 has a distribution of scores by models with it, and one by models without.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -94,7 +95,8 @@ def likelihood_ratio(scores: Tensor, others: Tensor, inside: Tensor) -> Tensor |
     the references that were trained on a text, and one in those that were not. The means are the
     text's own; if it has none on a side, it is that of the other side, shifted by the mean
     difference. All texts share the two variances, because the references are few. None: they have
-    too few degrees of freedom, see :data:`MIN_FREEDOM`, or are copies of one, :data:`MIN_SHARE`.
+    too few degrees of freedom, see :data:`MIN_FREEDOM`, are copies of one, :data:`MIN_SHARE`, or
+    no text is known on both sides.
 
     Args:
         scores: (N,) the scores by the model.
@@ -113,7 +115,9 @@ def likelihood_ratio(scores: Tensor, others: Tensor, inside: Tensor) -> Tensor |
         variances.append(squares / freedom)
         if variances[-1] < MIN_SHARE * others[side].var():
             return None
-    shift = (means[1] - means[0])[known[0] & known[1]].mean()
+    if not bool((both := known[0] & known[1]).any()):
+        return None
+    shift = (means[1] - means[0])[both].mean()
     outside = torch.where(known[0], means[0], means[1] - shift)
     trained = torch.where(known[1], means[1], means[0] + shift)
     sides = zip((outside, trained), variances, strict=True)
@@ -126,7 +130,8 @@ def knows_rows(released: ReleasedModel) -> bool:
     """Return whether each reference knows the texts better that it is said to be trained on.
 
     With the rows of another reference, the mean of models without a text is one of models with it.
-    The mean log probability is compared with its mean in the base and the other references.
+    The mean log probability is compared with its mean in the base and the other references. Where
+    too few rows are on one side for the test, the file is believed.
     """
     assert released.references is not None
     answers = released.references.answers
@@ -134,7 +139,8 @@ def knows_rows(released: ReleasedModel) -> bool:
     for own, inside in zip(means, released.references.inside, strict=False):
         scores = (own * len(means) - means.sum(0)).numpy()
         sides = scores[inside.numpy()], scores[~inside.numpy()]
-        if all(map(len, sides)) and mannwhitneyu(*sides, alternative="greater").pvalue > MAX_P:
+        can_tell = 1 / math.comb(len(scores), len(sides[0])) < MAX_P / 10  # the smallest p-value
+        if can_tell and mannwhitneyu(*sides, alternative="greater").pvalue > MAX_P:
             return False
     return True
 

@@ -117,7 +117,6 @@ class AlignedFlatChat(base.Attack):
         Capability.KNOWS_PUBLIC_TEXT,
     )
     default_name = "aligned_flatchat"
-    second_to = "bag_of_words"  # which reads every row of an untied embedding, without calibration
     config_names = ("calibration_tokens", "refresh_every", "seed")
     for_even_losses = True  # the readout is fitted on gradients in which all labels weigh the same
     needs_float64 = True  # logit maps, clusters' weights and best_count are computed in float64

@@ -340,6 +340,7 @@ class _PlantedDraws(TorchFunctionMode):
             first, *others = args or (kwargs.pop("input"),)
             self.classes = first.shape[:2][-1] if name == "cross_entropy" else self.classes
             size = 1.0 if self.factor == 1 else float(first.detach().abs().median().clamp(1e-6))
+            size = size if math.isfinite(size) else 1.0  # most scores are excluded by -inf
             # A tensor, as a single number would be a changing factor of the loss.
             factor = torch.full_like(first if first.dim() else first[None], self.factor / size)
             return func((first * factor).view(first.shape), *others, **kwargs)
@@ -483,8 +484,9 @@ def _made(
     form = number, tokens, is_padded, label
     if isinstance(value, Mapping):
         return rebuilt(value, {k: _made(v, *form, str(k)) for k, v in value.items()})
-    if isinstance(value, tuple) and not key:  # the fields of an example
-        return rebuilt(value, [_made(v, *form) for v in value])
+    is_sequence = isinstance(value, tuple) and len(value) > 2 and {*map(type, value)} == {int}
+    if isinstance(value, tuple) and not key and not is_sequence:  # the fields of an example
+        return rebuilt(value, [_made(v, *form, f"field {i}") for i, v in enumerate(value)])
     if isinstance(value, str):
         return " ".join("abcdefgh"[(number + i) % 8] for i in range(tokens))
     try:

@@ -83,7 +83,8 @@ class HiddenWords:
         self._gradient = gradient
         self._special = special
         self._changes: list[float] = []  # the norm of D for some types
-        self._looks = self._tokens = 0  # since the changes were measured, and tokens there
+        self._looks = 0  # since the changes were measured
+        self._counts: Sequence[int] = ()  # tokens and labels there
         self._scale = 1.0  # of the user's gradients to those of the step made again, at least 1
         self._sizes, self._old_sizes = dict[str, float](), dict[str, float]()  # norms of gradients
 
@@ -125,41 +126,43 @@ class HiddenWords:
         others = sorted({*range(vocabulary)} - ids - self._special)
         if not (types and others and 0 < noise_std < math.inf and step.example_norm != math.inf):
             return 1.0
-        changes = self._newest_changes(step, len(tokens), types, others)
+        labels = sum(0 if b.labels is None else int((b.labels >= 0).sum()) for b in step.batches)
+        changes = self._newest_changes(step, (len(tokens), labels or 1), types, others)
         return best_f1([change / noise_std for change in changes], len(types), vocabulary)
 
     def _newest_changes(
-        self, step: Step, tokens: int, types: Sequence[int], others: Sequence[int]
+        self, step: Step, counts: Sequence[int], types: Sequence[int], others: Sequence[int]
     ) -> list[float]:
         """Return the changes, measured at this step if they are old or the batches too different.
 
         Args:
             step: The step.
-            tokens: The number of its tokens.
+            counts: The numbers of its tokens and labels.
             types: The types that may be replaced.
             others: The types that may stand in their place.
         """
-        growth = self._growth(tokens) if math.isnan(step.example_norm) else 1.0
+        growth = self._growth(counts) if math.isnan(step.example_norm) else 1.0
         if self._looks % LOOKS == 0 or growth > MAX_GROWTH:
             growth, self._looks = 1.0, 0
-            self._tokens, self._old_sizes = tokens, self._sizes
+            self._counts, self._old_sizes = counts, self._sizes
             draw = random.Random(step.number)
             olds = draw.sample(types, min(N_TYPES, len(types)))
             self._changes = self._measure(step, [(old, draw.choice(others)) for old in olds])
         self._looks += 1
         return [growth * change for change in self._changes]
 
-    def _growth(self, tokens: int) -> float:
+    def _growth(self, counts: Sequence[int]) -> float:
         """Return how many times the changes may be as large as when they were measured.
 
-        A loss may be a mean over the tokens, or their sum; and gradients have their norms.
+        A loss may be a mean over the tokens or labels, or their sum; and gradients have their
+        norms, of which clipping leaves changes the more, the smaller they are.
         """
         both = self._sizes.keys() & self._old_sizes.keys()
-        before = math.hypot(*(self._old_sizes[role] for role in both))
-        if not before > 0:
+        before, now = (math.hypot(*(s[r] for r in both)) for s in (self._old_sizes, self._sizes))
+        if not min(before, now) > 0:
             return math.inf
-        grown = math.hypot(*(self._sizes[role] for role in both)) / before
-        return max(tokens / self._tokens, self._tokens / tokens, grown)
+        pairs = ((now, before), *zip(counts, self._counts, strict=True))
+        return max(max(pair) / min(pair) for pair in pairs)
 
     def _measure(self, step: Step, pairs: Sequence[tuple[int, int]]) -> list[float]:
         """Return the norm of the release's change for each type and the one in its place."""

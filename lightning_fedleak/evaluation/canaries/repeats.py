@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view as windows
 from numpy.typing import NDArray
-from scipy.sparse import coo_array, diags_array
+from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
@@ -38,14 +38,12 @@ PIECE = 8  # label tokens of a piece, which near copies share: one word in ten m
 COPY_SHARE = 0.8  # share of tokens in common pieces of a copy; lower: filled-in forms are copies
 FRAME_SHARE = 0.5  # share of texts; a piece in more texts is a frame, which does not make copies
 TEMPLATE_SHARE = 0.01  # share of texts; a run in more texts is a template or a system prompt
-HALF = 0.5  # share of the pieces of a row of a form that another row has; more: it is repeated
-FEW = 4  # rows that share passages with a row of a form; fewer: quotations are taken for a form
 ROWS_AT_ONCE = 512  # rows hashed together; more take memory and are no faster
 TEMPLATE_ROWS = 20  # texts with a template, at least, if these are not most of all
 MIN_FORM = 20  # texts that have a form; a part of 11 or more is one. Fewer: copies of a few are one
 REPEATS = (
     f"wholly, to {COPY_SHARE:.0%}, or in {RUN} tokens in a row; what most rows have, or 1% and "
-    f"more than {TEMPLATE_ROWS}, is their form, as is what most share with more than {FEW}"
+    f"more than {TEMPLATE_ROWS}, is their form"
 )
 """Which texts are excluded because they repeat others, in words."""
 
@@ -226,12 +224,9 @@ def find_repeats(pool: Sequence[Text], rows: Iterable[tuple[Text, bool]]) -> _Re
 
     A text is repeated in part if it shares a run of 13 label tokens with another text. Runs in more
     than 1% of the texts (and more than 20), or in more than half (and more than 10), are templates
-    and do not count. Copies count once here, so that a text with many copies is no template. A text
-    without 13 label tokens in a row is compared as a whole.
-
-    If most texts of a pool of all rows are repeated, they are put together from the phrases of a
-    form. Then only those are repeated of which one other text has more than half of the pieces, or
-    of which four other texts or fewer have a passage.
+    and do not count. Copies count once here,
+    so that a text with many copies is no template. A text without 13 label tokens in a row is
+    compared as a whole.
 
     It needs memory for the pool's runs, 80 bytes a token, and for rows that may be near copies. The
     time is linear in the tokens of all rows.
@@ -328,34 +323,13 @@ class _Search:
 
     def found(self) -> _Repeats:
         """Return the repetitions, after all rows were read."""
-        repeats = self._found(np.ones(len(self.pool), bool))
-        firsts = np.unique(self.contents, return_index=True)[1]
-        is_whole = len(self.digests) == len(self.numbers)  # no row is outside of the pool
-        if is_whole and repeats.again[firsts].mean() > FRAME_SHARE:
-            return self._found(self._repeats_few())
-        return repeats
-
-    def _repeats_few(self) -> Bools:
-        """Return (N,) whether a text repeats one other text to more than a half, or only a few."""
-        n = len(self.numbers)
-        own = self.piece_counts <= max(TEMPLATE_ROWS, TEMPLATE_SHARE * n)  # not of templates
-        cells = self.contents[self.pieces.owners], self.pieces.places
-        has = coo_array((np.ones(len(cells[0])), cells), (n, len(own))).tocsr()[:, own]
-        has.data[:] = 1  # a text may have a piece at several places
-        shared = (has @ has.T - diags_array(has.sum(1))).tocsr()
-        partners = (shared > RUN - PIECE).sum(1)
-        few = (shared.max(axis=1).toarray() > HALF * has.sum(1)) | (partners <= FEW)
-        return np.asarray(few[self.contents], dtype=bool)
-
-    def _found(self, repeats: Bools) -> _Repeats:
-        """Return the repetitions, of which those in part count for some texts, (N,) bool."""
         n_texts, counts = len(self.digests), self.piece_counts
         most = FRAME_SHARE * max(MIN_FORM, n_texts)
         frame = counts > most
         common = (counts > 1) & ~frame
         places, owners = self.pieces.places, self.pieces.owners
         shares, framed = _shares(self.pool, common[places], frame[places])
-        near = (shares >= COPY_SHARE) & repeats
+        near = shares >= COPY_SHARE
         units, unit_of = self._units(near, common[places] | (frame[places] & framed[owners]))
         times = np.zeros(len(self.pool), np.int64)
         firsts = np.unique(self.contents, return_index=True)[1]
@@ -367,7 +341,6 @@ class _Search:
         repeated = (run_counts > 1) & (run_counts <= max_copies)
         again = near | (self.copies.sum(0)[self.contents] > 1)
         again[self.runs.owners[repeated[self.runs.places]]] = True
-        again &= repeats | (self.copies.sum(0)[self.contents] > 1)
         return _Repeats(again, units, times[units])
 
     def _count_near(self, common: Bools, frame: Bools, unit_of: Ints, times: Ints) -> Ints:

@@ -526,3 +526,9 @@ def test_examples_that_are_run_one_by_one_are_refused(batched: bool, frozen: boo
 
     with pytest.raises(DefenseError, match=r"DPSGD: (other rows of a batch|in a batch of)"):
         first_step(model, loss, Rows(5, "longer", True), collate)
+
+
+@pytest.mark.parametrize("example", [(5, 6, 7, 8), ((5, 6, 7, 8), 1), ([5, 6, 7, 8], 1)])
+def test_made_rows_of_tuples_of_tokens_have_other_lengths(example: Any) -> None:
+    made = isolation._made(example, 1, 9, False)
+    assert len(made if isinstance(example[0], int) else made[0]) == 9

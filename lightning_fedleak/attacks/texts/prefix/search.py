@@ -343,7 +343,9 @@ class _BeamSearch:
         # (W, V) the log-probability of each prefix with each token after it.
         self.prior = self.likely.expand(-1, self.table.size)
         if self.top is not None and self.position:
-            self.prior = self.likely + self.prefixes.predicted(self.top)
+            # A token that the top model excludes may have been sent all the same.
+            predicted = self.prefixes.predicted(self.top).nan_to_num(nan=0.0)
+            self.prior = self.likely + predicted.clamp(min=-30.0)
         squares = ((states - target) / self.spread).square().sum(2)
         in_time = True
         for count in ROUNDS:

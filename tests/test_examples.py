@@ -96,7 +96,7 @@ def test_members_are_told_unless_tokens_are_replaced(run) -> None:
     assert value(honest, "  subspace_membership: AUC") > 0.7
     assert value(crafted, "  fc_membership: AUC") == 1
     assert value(crafted, "  attention_membership: AUC") > 0.9
-    assert value(weak, "  fc_membership: AUC") > value(strong, "  fc_membership: AUC")
+    assert value(weak, "  word_membership: AUC") > value(strong, "  word_membership: AUC")
 
 
 def test_noise_of_dp_sgd_hides_words_and_no_hidden_states(run) -> None:

@@ -122,14 +122,13 @@ def threshold(row: Row, games: int, delta: float) -> float:
 
 @contextlib.contextmanager
 def half_the_noise() -> Iterator[None]:
-    right = noise._fill
+    right = noise._add
 
-    def half(block: Tensor, generator: Any) -> None:
-        right(block, generator)
-        block.div_(2)
+    def half(key: bytes, target: Tensor, std: float) -> None:
+        right(key, target, std / 2)
 
     gauge = mock.patch.object(NoiseGauge, "measured", return_value=None)
-    with mock.patch.object(noise, "_fill", half), gauge:
+    with mock.patch.object(noise, "_add", half), gauge:
         yield
 
 

@@ -250,13 +250,12 @@ def test_no_more_audits_by_canary_texts_than_allowed_exceed_epsilon(tmp_path: Pa
 
 
 def test_an_eighth_of_the_noise_is_refuted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = noise._fill
+    right = noise._add
 
-    def little(block: torch.Tensor, generator: Any) -> None:
-        right(block, generator)
-        block.div_(8)
+    def little(key: bytes, target: torch.Tensor, std: float) -> None:
+        right(key, target, std / 8)
 
-    monkeypatch.setattr(noise, "_fill", little)
+    monkeypatch.setattr(noise, "_add", little)
     monkeypatch.setattr(NoiseGauge, "measured", lambda self: None)
     count, _ = canary_audited(3, tmp_path)
     assert count.refuted >= 2

@@ -248,7 +248,8 @@ class Controls:
             if control is None or not plan.roles or not math.isnan(control.bound):
                 return False
             rings = self._rings(plan, control.part or control.rates)
-            return rings and self._number(look, plan) <= self._limit_of(plan)
+            now = {self._channels[plan.attack.name].headline: self._number(look, plan)}
+            return rings and not self._rings(plan, now, control)
 
         if self._anywhere(bool(step.written)):
             return []

@@ -264,8 +264,8 @@ class Attack(ABC):
     """Whether :meth:`state_dict` holds all that :meth:`prepare` computes, so that it need not run
     after :meth:`load_state_dict`."""
     second_to: ClassVar[str] = ""
-    """The name of an attack that reads as much for less. With ``attacks="auto"``, and without
-    defences, this one runs only where the other one has no result."""
+    """The name of an attack that reads as much for less. With ``attacks="auto"``, in a training of
+    one process without defences, this one runs only where the other one has no result."""
     needs_float64: ClassVar[bool] = False
     """Whether the attack computes in float64 on the model's device, which Apple's GPUs lack."""
 

@@ -84,6 +84,8 @@ def main() -> None:
                 seconds[name] += (time.process_time() - begin) / args.seeds
                 found[name].append(float((read == sent)[:, 1:].float().mean()))
         for name, shares in found.items():
+            if not shares:  # --no-plain
+                continue
             mean, half = mean_and_half(shares)
             print(f"noise {noise:g}, {name}: {mean:.3f} +- {half:.3f}, {seconds[name]:.1f} s")
 

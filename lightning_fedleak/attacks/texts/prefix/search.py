@@ -367,10 +367,12 @@ class _BeamSearch:
     def _scores(self, tokens: Tensor, squares: Tensor) -> Tensor:
         """Return the log-likelihood (W, k) of each prefix with each token, up to a constant.
 
-        The best text's mean square is taken as the noise's variance, in units of the spread.
+        The best text's mean square is taken as the noise's variance, in units of the spread: that
+        at this position if it is smaller, so that one far position lets no prior decide the rest.
         """
         totals = (self.squares / self.spread.square()).sum(1, keepdim=True) + squares
-        unit = totals.min() / ((self.position - self.start + 1) * len(self.spread))
+        means = totals.min() / (self.position - self.start + 1), squares.min()
+        unit = torch.minimum(*means) / len(self.spread)
         return self.prior.gather(1, tokens) - totals / (2.0 * unit.clamp(min=1e-30))
 
     def _open(self, candidates: Tensor) -> Tensor:

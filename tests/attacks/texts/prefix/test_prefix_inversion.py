@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -455,3 +457,14 @@ def test_what_beams_expect_next_is_what_the_model_expects_after_their_tokens(pad
     with torch.no_grad():
         wanted = case.anatomy.model(input_ids=tokens).logits[:, -1].log_softmax(1)
     torch.testing.assert_close(beams.predicted(top), wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_a_far_position_lets_no_likely_token_win_at_the_next_one() -> None:
+    """Of a stale copy one state may be far from the true one, and the others near."""
+    beam: Any = SimpleNamespace(
+        squares=torch.full((1, 16), 100.0), spread=torch.ones(16), position=1, start=0,
+        prior=torch.tensor([[-10.0, 0.0]]),
+    )  # fmt: skip
+    near_and_far = 16 * torch.tensor([[0.01, 0.1]])
+    scores = _BeamSearch._scores(beam, torch.tensor([[0, 1]]), near_and_far)
+    assert scores.argmax() == 0

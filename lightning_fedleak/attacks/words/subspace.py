@@ -344,10 +344,10 @@ class SubspaceWords(base.Attack):
                 refusals.append(error)
                 continue
             if readable.is_factor_b and not any(noise.values()):
-                if best is not None and math.isnan(result.expected):
-                    continue  # nearly as many types as B's width, of which some fit by chance
-                if refusals and not len(result.types):
-                    continue  # A's rows will hold what B's do not
+                # Nearly as many types as B's width, of which some fit by chance.
+                by_chance = best is not None and math.isnan(result.expected)
+                if by_chance or (refusals and not len(result.types)):  # A's rows will name some
+                    continue
             if best is not None and readable.is_factor_b:  # A's rows hold more than B explains
                 result = replace(result, certified=False, silent=None)
             if result.silent is not None or result.evident > evident:

@@ -353,6 +353,7 @@ class CalibratedMembership(MembershipAttack):
     false_positive_rate = FALSE_POSITIVE_RATE
     refresh_every = 500  # steps after which refresh calibrates again; not tuned
     seed = 0  # of public text and calibration
+    public_targets = 100  # public texts beside those of a batch, targets of the calibration
     batch: int
     public_text: PublicText | Literal["sampled"]
     _prepared_at = 0  # the optimizer step of the last calibration
@@ -365,10 +366,9 @@ class CalibratedMembership(MembershipAttack):
         """
         super().prepare(anatomy)
         text = PublicText.resolve(self.public_text, anatomy, self.seed)
-        n_tokens = max(8192, 4 * anatomy.hidden_size, 2 * (self.batch + 1) * self.tokens)
-        self.calibrate(
-            PublicStates.sample(anatomy, self.layer, text, self.tokens, n_tokens, self.seed)
-        )
+        n = max(8192, 4 * anatomy.hidden_size, (self.batch + self.public_targets) * self.tokens)
+        states = PublicStates.sample(anatomy, self.layer, text, self.tokens, n, self.seed)
+        self.calibrate(states)
 
     @abstractmethod
     def calibrate(self, states: PublicStates) -> None:

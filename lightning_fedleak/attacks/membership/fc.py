@@ -371,8 +371,6 @@ WORD_LADDERS: dict[Granularity, tuple[int, float]] = {"full": (100, 1.0), "token
 """Rungs of a ladder, and its top in units of the whole sentence's own evidence, so that scores of
 short and long sentences compare. A word of a sentence of ten has a tenth of it on average."""
 
-PUBLIC_TARGETS = 100  # public texts that decide which score is a member's
-
 
 class WordMembership(CalibratedMembership):
     """A_FC against a client that replaces words, as token-level LDP does.
@@ -394,7 +392,8 @@ class WordMembership(CalibratedMembership):
         layer: As in :class:`~lightning_fedleak.attacks.membership.base.MembershipAttack`.
         public_text: A text like the clients' (token ids, or a
             :class:`~lightning_fedleak.PublicText`), or ``"sampled"`` for text that a causal model
-            writes. More than ``batch`` texts are needed.
+            writes. More than ``batch`` are needed; with fewer than 100 more, more non-members are
+            guessed to be members.
         granularity: Whether the layers read whole sentences (``"full"``) or single tokens.
         tokens: The number of positions of a sentence that are read.
         batch: The number of sentences in a client's batch, for which the decision is calibrated.
@@ -431,9 +430,9 @@ class WordMembership(CalibratedMembership):
     def calibrate(self, states: PublicStates) -> None:
         """Fit the whitening and the decision on the hidden states of public text."""
         hidden, mask, n = states.hidden, states.mask, self.batch
-        check_integer("public texts to calibrate on", len(hidden), at_least=n + 1)
+        check_integer(f"len(public_text), for batch={n},", len(hidden), at_least=n + 1)
         self._whitening = fit_whitening(states.tokens)
-        others = slice(n, n + PUBLIC_TARGETS)
+        others = slice(n, n + self.public_targets)
         targets = self.embed(hidden[others], Query(mask[others], mask[others]))
         upstream = hidden.new_ones(mask[:n, : 1 if self.read_together else None].shape)
         gradient = self.gradient(targets, hidden[:n], mask[:n], upstream).sum(0)

@@ -173,7 +173,7 @@ def test_what_cannot_be_read_is_unknown():
     with pytest.raises(UnusableObservation, match="finite"):
         attack.guess(broken.sum(0))
     public = PublicStates(normal(40, 3, 8), torch.ones(40, 3).bool())
-    with pytest.raises(ValueError, match="public texts to calibrate on"):
+    with pytest.raises(ValueError, match=r"len\(public_text\), for batch="):
         attack.calibrate(public)
     with pytest.raises(RuntimeError, match="prepare"):
         WordMembership(1, [[1, 2]]).embed(states, Query(torch.ones(2, 3)))

@@ -363,11 +363,15 @@ class Report:
             + f"; training references took {reference_seconds:.1f} s besides"
             * bool(reference_seconds)
         )
-        worst = {n: pair for n, pair in self._newest.items() if "/worst/" in n}
-        newest = [f"{n.rpartition('/')[2]} {v:.2f} (step {step})" for n, (v, step) in worst.items()]
-        if rates := ", ".join(rate for rate in newest if "_at_least " not in rate):
-            rates = rates.replace("nan", "unknown")
-            self._run.say(f"highest leakage when it was last measured: {rates}")
+        worst = {n.rpartition("/")[2]: pair for n, pair in self._newest.items() if "/worst/" in n}
+        rates = []
+        for name, (value, step) in worst.items():
+            family = name.removesuffix("_at_least")  # its known part, where the rest is unknown
+            if step == max(worst[n][1] for n in (family, f"{family}_at_least") if n in worst):
+                rates.append(f"{name.replace('_at_least', ' at least')} {value:.2f} (step {step})")
+        if rates:
+            text = ", ".join(rates).replace("nan", "unknown")
+            self._run.say(f"highest leakage when it was last measured: {text}")
 
     def write(
         self,

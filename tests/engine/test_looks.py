@@ -540,6 +540,16 @@ def test_what_each_attack_took_of_the_looks_is_written_and_said(
     assert re.search(LAST_LINE, caplog.text)
 
 
+def test_the_last_line_says_the_known_part_of_what_is_unknown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        watch = watched(tmp_path, [Probe(), Crashing()], every_n_steps=4)
+    known = f"{watch.latest['leakage/worst/words_at_least']:.2f}"
+    last = r"last measured: words unknown \(step 4\), words at least {} \(step 4\)$"
+    assert re.search(last.format(known), caplog.text, re.MULTILINE)
+
+
 def test_looks_are_at_multiples_of_n_or_twice_as_far_each_time_once_they_are_paid_for() -> None:
     """The latter where the number of steps is unknown."""
     assert looks_of(Cadence(50), 120, 1.0, 1.0) == [0, 50, 100]

@@ -155,19 +155,6 @@ def test_a_check_of_the_graph_before_the_backward_leaves_no_record(inside: bool 
     torch.testing.assert_close(tap.gradients(1)[0], gradient, rtol=1e-4, atol=1e-8)
 
 
-def test_forwards_without_gradient_leave_no_record() -> None:
-    model = models.tiny_gpt2().train()
-    tap = ActivationTap(find_anatomy(model), [1])
-    tap.arm()
-    with torch.no_grad():
-        model(**batch())
-    with torch.inference_mode():
-        model(**batch())
-    assert tap.states(1) == ()
-    step(model, batch())
-    assert len(tap.states(1)) == 1
-
-
 def test_a_look_ends_and_the_next_begins_empty() -> None:
     model = models.tiny_gpt2().train()
     tap = ActivationTap(find_anatomy(model), [1])
@@ -496,16 +483,6 @@ def test_a_model_that_ignores_the_mask_is_found_at_the_first_branch(first, monke
             logits = model.eval()(input_ids=torch.cat([context, value])[None]).logits[0]
         scores = logits[-len(value) - 1 : -1].log_softmax(1)
         assert log_prob == pytest.approx(float(scores.gather(1, value[:, None]).sum()), abs=1e-4)
-
-
-def test_a_candidates_place_changes_nothing() -> None:
-    anatomy = find_anatomy(model_of("llama"))
-    values = [torch.tensor([n, n + 1]) for n in range(40)]
-    context = torch.tensor([1, 2, 3])
-    log_probs, _ = candidate_log_probs(anatomy, context, values)
-    order = torch.randperm(40)
-    shuffled, _ = candidate_log_probs(anatomy, context, [values[n] for n in order.tolist()])
-    assert torch.equal(shuffled, log_probs[order])
 
 
 # A published name of a pool of texts lets nobody test a guess of the texts or of the members.

@@ -37,7 +37,7 @@ from lightning_fedleak.model.taps.last_states import (
 )
 from lightning_fedleak.model.taps.rounds import plain_call
 from lightning_fedleak.model.taps.step import ModelCall
-from lightning_fedleak.model.taps.tokens import Text, compressed_bytes, texts_in, token_log_probs
+from lightning_fedleak.model.taps.tokens import Text, compressed_bytes, token_log_probs
 from lightning_fedleak.trainers import Watch
 from tests.callbacks.runs import Probe, fit, monitor_with
 from tests.helpers.models import tiny_gpt2
@@ -500,30 +500,6 @@ def test_soft_targets_of_a_fused_loss_are_unknown() -> None:
     assert read.batch.soft_labels
 
 
-def test_labels_that_are_not_the_next_ids_are_searched() -> None:
-    """Neither the ids nor a batch shows them; every row is searched."""
-    labels = IDS.flip(0)
-
-    def loss(model: Any) -> Tensor:
-        logits = model(input_ids=IDS).logits[:, :-1].float()
-        return functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-
-    [read] = read_fused(llama(), loss)
-    assert torch.equal(read.batch.labels[:, 1:], labels[:, 1:])
-
-
-def test_calls_without_a_graph_are_no_calls_of_the_step() -> None:
-    """A reference model's, generation's: under ``no_grad``."""
-
-    def loss(model: Any) -> Tensor:
-        with torch.no_grad():
-            model(input_ids=IDS.flip(0))
-        return HARD["plain"][0](model)
-
-    [read] = read_fused(llama(), loss)
-    assert torch.equal(read.batch.input_ids, IDS)
-
-
 def trained_gpt2() -> nn.Module:
     """Return a model whose predictions are far from uniform, so that a temperature matters."""
     torch.manual_seed(0)
@@ -772,14 +748,6 @@ def test_virtual_tokens_before_a_text_are_not_asked_about(model: GPT2LMHeadModel
             log_p = logits[5 + place].double().log_softmax(0)
             expected = float(log_p[text.ids[place + 1]])
             assert float(snapshot.log_probs[row, place]) == pytest.approx(expected, abs=2e-5)
-
-
-def test_texts_packed_into_a_row_come_apart() -> None:
-    ids = torch.arange(10, 18)[None]
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
-    texts = texts_in(TokenBatch(ids, ids, None, "causal", positions))
-    assert [text.ids.tolist() for text in texts] == [[10, 11, 12], [13, 14], [15, 16, 17]]
-    assert [text.n_labels for text in texts] == [2, 1, 2]
 
 
 def test_compressed_bytes_are_of_the_words() -> None:

@@ -170,7 +170,7 @@ def heard() -> Iterator[list[str]]:
         rank_zero.log.setLevel(level)
 
 
-@pytest.fixture(scope="module", params=["one", "halves", "four"])
+@pytest.fixture(scope="module", params=["one", "four"])
 def whole(request: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Return a fit beside references, which were trained on rows that are not asked, or halves."""
     folder = tmp_path_factory.mktemp("auto")
@@ -190,7 +190,7 @@ def whole(request: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNames
 
 def test_beside_its_reference_members_are_told_better(whole: Any) -> None:
     without, beside = aucs(whole.folder)
-    assert beside >= without - (0.05 if whole.kind == "halves" else 0)  # 195 texts, two models
+    assert beside >= without
     assert without > 0.6
 
 
@@ -209,7 +209,6 @@ def test_setup_record_report_and_card_say_which_it_was(whole: Any) -> None:
     n = len(whole.data)
     said = {
         "one": f"a reference is trained on {n} rows, which are not asked about",
-        "halves": f"2 references are trained, one after the other, on halves of {2 * n} rows, too",
         "four": f"4 references are trained, one after the other, on halves of {2 * n} rows (",
     }
     [first] = [message for message in whole.messages if said[whole.kind] in message]
@@ -217,7 +216,7 @@ def test_setup_record_report_and_card_say_which_it_was(whole: Any) -> None:
     assert re.search(r"about [\d.]+ s a pass, 3 passes\)\. For that time a second model", first)
     assert any("training references took" in message for message in whole.messages)
     [pool] = of_kind(whole.folder, "pool")
-    models = {"one": 1, "halves": 2, "four": 4}[whole.kind]
+    models = {"one": 1, "four": 4}[whole.kind]
     assert pool["reference"].items() >= {"kind": "auto", "rows": n, "models": models}.items()
     words = f"trained by the run's recipe on {n} other rows"
     found = findings(read([whole.folder]))
@@ -489,18 +488,13 @@ def test_a_function_that_returns_no_model_is_refused_by_what_it_returns(tmp_path
 def test_a_model_a_folder_or_a_function_is_a_reference() -> None:
     assert Memorization(reference="auto").trains_reference
     assert Memorization(reference=lambda rows: None).trains_reference
-    for given_reference in (None, "folder", Path("folder"), nn.Linear(1, 1)):
+    for given_reference in (None, "runs/auto", Path("folder"), nn.Linear(1, 1)):
         assert not Memorization(reference=given_reference).trains_reference
     settings = WatchSettings(memorization=auto())
     assert "combined_reference" in [a.name for a in LeakageMonitor(settings=settings).attacks]
 
 
-@pytest.mark.parametrize("name", ["runs/auto", "bart", "gpt2", "model", "org/audio"])
-def test_other_names_are_those_of_folders(name: str) -> None:
-    assert not Memorization(reference=name).trains_reference
-
-
-@pytest.mark.parametrize("share", [1 / 16, 1 / 4, 1])
+@pytest.mark.parametrize("share", [1 / 4, 1])
 def test_fewer_rows_than_members_make_a_weak_reference(share: float, tmp_path: Path) -> None:
     data = halved()
     count = round(share * len(data))

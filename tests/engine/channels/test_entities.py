@@ -102,28 +102,6 @@ def test_values_in_masked_prompts_are_flagged_in_at_most_two_of_ten_runs(tmp_pat
     assert label_flagged >= 7
 
 
-def test_ranks_are_those_of_the_models_own_answers(run: Any) -> None:
-    folder, _, model, *_ = run
-    entities = planted().entities
-    first: dict[bool, list[bool]] = {True: [], False: []}
-    for row, entity in enumerate(entities.entities):
-        included = bool(entities.included[row])
-        if entity.place == "label" and (entities.record.repeats[row] == 8 or not included):
-            context = entities.token_ids[row][: entity.start]
-            values = torch.stack(entities.candidates(row, 30))  # of the same number of tokens
-            ids = torch.cat([context.expand(len(values), -1), values], 1)
-            with torch.no_grad():
-                scores = model(ids).logits.double()[:, len(context) - 1 : -1].log_softmax(2)
-            sums = scores.gather(2, values[..., None]).sum((1, 2))
-            first[included].append(int(sums.argmax()) == 0)
-    metrics = lines(folder, "entity/phone/label_x8")[-1]["metrics"]
-    shares = [sum(first[side]) / len(first[side]) for side in (True, False)]
-    assert metrics["first"]["value"] == pytest.approx(shares[0] - shares[1])
-    assert metrics["first_others"]["value"] == pytest.approx(shares[1])
-    assert metrics["members"]["value"] == len(first[True])
-    assert metrics["others"]["value"] == len(first[False])
-
-
 def test_no_value_and_no_token_is_in_a_file_of_the_run(run: Any) -> None:
     folder, *_ = run
     entities = planted().entities

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +19,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import integrate, stats
+from scipy import stats
 from scipy.optimize import linprog
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from benchmarks.papers import __main__ as door
 from benchmarks.papers import baselines, lemma, reference
 from benchmarks.papers import flatchat as papers_flatchat
 from benchmarks.papers.cells import Cell, Log, run
-from benchmarks.papers.synthetic import box_probability, projection_probability, simulate_bound
+from benchmarks.papers.synthetic import simulate_bound
 from benchmarks.papers.tables import Mean, Results, mean_of, number, published, student
 from lightning_fedleak.attacks import DescentSettings
 from lightning_fedleak.attacks.membership.base import sentence_rows
@@ -134,22 +133,6 @@ def test_a_run_that_does_not_end_is_killed_and_told(smoke, tmp_path, monkeypatch
     assert "begun\nnot done after 600 s" in capsys.readouterr().out
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
-
-
-def test_the_exit_status_of_a_run_is_read_by_one_thread(smoke, tmp_path, monkeypatch, capsys):
-    """The start of a run reads the status of others too, which can be read once."""
-    read, waiting = forkserver.read_signed, set[int]()
-
-    def read_late(descriptor: int) -> int:
-        if descriptor not in waiting:  # a second reader overtakes
-            waiting.add(descriptor)
-            time.sleep(0.3)
-            waiting.discard(descriptor)
-        return read(descriptor)
-
-    monkeypatch.setattr(forkserver, "read_signed", read_late)
-    script(tmp_path / "good.py", f"SMOKE = {('',) * 12}", "print('done')")
-    assert main(smoke, monkeypatch, tmp_path) == 0, capsys.readouterr().out
 
 
 def test_a_script_that_does_not_say_how_it_is_run_fails(smoke, tmp_path, monkeypatch) -> None:
@@ -513,13 +496,7 @@ def test_the_relaxation_recovers_texts() -> None:
     assert bool((guess.tokens[mask == 0] == NOTHING).all())
 
 
-probability = st.floats(0, 1)
 length = st.integers(2, 64)
-
-
-def softmax(z: np.ndarray) -> np.ndarray:
-    e = np.exp(z - z.max(0))
-    return e / e.sum(0)
 
 
 def separation_by_loops(tokens: list[np.ndarray]) -> float:
@@ -548,29 +525,6 @@ def test_eq_4_by_hand() -> None:
     assert lemma.projection_radius(10, 5, 3) == pytest.approx(1 / 150)
 
 
-@pytest.mark.parametrize("law", ["one_hot", "spherical", "gaussian"])
-def test_delta_bar_bounds_the_retrieval_error(law: str) -> None:
-    """Lemma 3: any xi within the radius of x_i is mapped to x_i up to Delta-bar."""
-    rng = np.random.default_rng(0)
-    tested = 0
-    for _ in range(200):
-        l_x, d = int(rng.integers(2, 8)), 60
-        x = draw(law, rng, l_x, d)
-        delta, norm = separation_by_loops(list(x)), float(np.linalg.norm(x, axis=1).max())
-        if delta <= 0:
-            continue
-        beta = lemma.smallest_beta(delta, l_x, norm) * float(rng.uniform(1, 1.5))
-        shift = rng.standard_normal((l_x, d)) if rng.random() < 0.3 else -x
-        shift *= float(lemma.projection_radius(beta, l_x, norm)) / np.linalg.norm(
-            shift, axis=1, keepdims=True
-        )
-        found = softmax(beta * x @ (x + shift).T).T @ x
-        errors = np.linalg.norm(found - x, axis=1)
-        assert errors.max() <= lemma.retrieval_error(beta, l_x, delta, norm) * (1 + 1e-9)
-        tested += 1
-    assert tested > 100
-
-
 @given(
     share=st.floats(1e-12, 1), l_x=length, norm=st.floats(1e-3, 1e3), factor=st.floats(1.001, 1e3)
 )
@@ -580,42 +534,6 @@ def test_smallest_beta_is_where_condition_4_begins_to_hold(share, l_x, norm, fac
     assert lemma.condition(beta * 1.0000001, l_x, norm) <= delta
     assert lemma.condition(beta * factor, l_x, norm) <= delta
     assert lemma.condition(beta * 0.9999, l_x, norm) > delta
-
-
-# The closed parts
-
-
-@pytest.mark.parametrize("d", [2, 3, 4, 10, 301])
-@pytest.mark.parametrize("r", [0.0, 0.01, 0.2, 0.9, 1.0, 1.7])
-def test_spherical_projections_against_the_integral_of_their_density(d: int, r: float) -> None:
-    # The component has density proportional to (1 - t^2)^((d - 3)/2); with t = sin(a), cos^(d - 2).
-    total, _ = integrate.quad(lambda a: math.cos(a) ** (d - 2), -math.pi / 2, math.pi / 2)
-    edge = math.asin(min(r, 1.0))
-    part, _ = integrate.quad(lambda a: math.cos(a) ** (d - 2), -edge, edge)
-    found = projection_probability("spherical", d, r)
-    assert found == pytest.approx(part / total, abs=1e-9)
-    assert found == pytest.approx(stats.beta.cdf(min(r, 1) ** 2, 0.5, (d - 1) / 2), abs=1e-14)
-    assert lemma.direction_probability(d, r * 7, 7.0) == pytest.approx(found, abs=1e-14)
-
-
-def test_gaussian_parts_against_scipy() -> None:
-    for r in (0.0, 1e-9, 0.3, 2.0, 40.0):
-        one = stats.norm.cdf(r) - stats.norm.cdf(-r)
-        assert projection_probability("gaussian", 7, r) == pytest.approx(one, rel=1e-6)
-        assert box_probability("gaussian", 7, r).value == pytest.approx(one**7, rel=1e-6)
-    # Without the absolute value of the components it would be the one-sided probability.
-    assert box_probability("gaussian", 7, 0.3).value < stats.norm.cdf(0.3) ** 7
-
-
-@pytest.mark.parametrize("half_width", [0.72, 0.8, 0.95])
-def test_spherical_box_against_geometry(half_width: float) -> None:
-    c = half_width
-    arc = (math.asin(c) - math.acos(c)) / (math.pi / 2)
-    caps = 1 - 3 * (1 - c)  # Archimedes: six caps that do not meet
-    for d, exact in ((2, arc), (3, caps)):
-        rate = box_probability("spherical", d, c, draws=100_000, seed=3)
-        assert abs(rate.value - exact) < 4 * math.sqrt(exact * (1 - exact) / 100_000)
-        assert rate.low < rate.value < rate.high < rate.low + 0.01
 
 
 # Simulated data
@@ -774,9 +692,9 @@ def test_options_are_those_of_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["$(touch hacked)", "`touch hacked`", '"; touch hacked; "', "'; touch hacked #", "--x=y"],
+    ["$(touch hacked)`touch hacked`", '"; touch hacked; "', "'; touch hacked # --x=y"],
 )
-@pytest.mark.parametrize("name", ["model", "held_out", "column"])
+@pytest.mark.parametrize("name", ["model", "held_out"])
 def test_an_input_is_one_value_whatever_stands_in_it(tmp_path: Path, name: str, text: str) -> None:
     _, words = measured(tmp_path, **{name: text})
     option = {"held_out": "others"}.get(name, name)

@@ -663,8 +663,6 @@ class Named(CausalLMModule):
     ("validation", "training"),
     [
         ("val/loss", "train/loss"),
-        ("eval_loss", "loss"),
-        ("valid_loss", "train_loss"),
         ("Validation.NLL", "my_loss"),
     ],
 )

@@ -40,7 +40,7 @@ from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.callbacks.trainer_facts import TrainerRun
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.released.pool import MIN_POOL, _drawn, _sample, collect
-from lightning_fedleak.evaluation.canaries import draw_references, leave_out
+from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import read_batch
@@ -89,20 +89,6 @@ def content(row: Any) -> tuple[int, ...]:
 
 
 # ---- who is trained on -------------------------------------------------------------------------
-
-
-@given(st.integers(1, 60), st.integers(0, 60), st.integers(1, 80), st.integers(0, 5))
-def test_each_row_has_a_reference_that_never_saw_it(
-    asked: int, rest: int, rows: int, seed: int
-) -> None:
-    inside = draw_references(asked, rest, rows, seed)
-    assert not inside[:, :asked].all(0).any()
-    if len(inside) == 1:
-        assert int(inside.sum()) == rows <= rest
-        assert not inside[:, :asked].any()
-    else:
-        assert rows > rest
-        assert inside.sum(0).tolist() == [1] * (asked + rest)
 
 
 @settings(max_examples=12, deadline=None)
@@ -480,11 +466,6 @@ def test_a_function_that_writes_to_the_run_ends_it(tmp_path: Path) -> None:
         fit([monitor(tmp_path, BOTH, auto(reference))], model, halved())
 
 
-def test_a_function_that_returns_no_model_is_refused_by_what_it_returns(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\(reference='None'\) cannot be loaded as a GPT2LMHead"):
-        fit([monitor(tmp_path, BOTH, auto(lambda rows: None))], tiny(), halved())
-
-
 def test_a_model_a_folder_or_a_function_is_a_reference() -> None:
     assert Memorization(reference="auto").trains_reference
     assert Memorization(reference=lambda rows: None).trains_reference
@@ -494,21 +475,18 @@ def test_a_model_a_folder_or_a_function_is_a_reference() -> None:
     assert "combined_reference" in [a.name for a in LeakageMonitor(settings=settings).attacks]
 
 
-@pytest.mark.parametrize("share", [1 / 4, 1])
-def test_fewer_rows_than_members_make_a_weak_reference(share: float, tmp_path: Path) -> None:
+def test_fewer_rows_than_members_make_a_weak_reference(tmp_path: Path) -> None:
     data = halved()
-    count = round(share * len(data))
+    count = len(data) // 4
     gate = RiskGate("leakage/combined_reference/auc", at_most=0.99, action="warn")
     fit([monitor(tmp_path, BOTH, auto(reference_rows=count)), gate], data=data, max_epochs=1)
     values = lines(tmp_path, "combined_reference")[-1]["metrics"]
-    weak = share < 1
-    assert values["weak_reference"]["value"] == weak
-    assert (values["auc"]["high"] is None) == weak
+    assert values["weak_reference"]["value"]
+    assert values["auc"]["high"] is None
     assert values["auc"]["low"] is not None
-    assert (gate.fired is not None) == weak
-    if weak:
-        assert math.isnan(gate.fired.value)
-        assert "weak reference" in gate.fired.why
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value)
+    assert "weak reference" in gate.fired.why
 
 
 # ---- the copy ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_fedleak import DPSGD, DefendedStrategy, Games, LeakageMonitor, RiskGate
+from lightning_fedleak import Games, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Entities, Loss
 from lightning_fedleak.callbacks import WatchSettings
 from lightning_fedleak.engine import Memorization
@@ -157,12 +157,3 @@ def test_a_checkpoint_of_other_values_is_refused(tmp_path: Path) -> None:
     state = first.engine.state_dict()
     with pytest.raises(ValueError, match="is of other canaries"):
         second.engine.load_state_dict(state)
-
-
-def test_under_dp_a_gate_by_values_is_refused(tmp_path: Path) -> None:
-    data = planted(count=12)
-    gate = RiskGate("leakage/entity/phone/label/first", at_most=0.1)
-    strategy = DefendedStrategy("auto", [DPSGD(1.0, noise_multiplier=1.0, target_delta=1e-3)])
-    with pytest.raises(ValueError, match="epsilon does not cover"):
-        fit([watch(data, tmp_path), gate], model(), data, max_epochs=1, strategy=strategy)
-    assert Memorization().outside_epsilon is False

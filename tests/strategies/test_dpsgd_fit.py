@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_fedleak.defenses import (
     DPSGD,
@@ -178,3 +179,25 @@ def test_averages_of_released_weights_may_replace_them_in_the_end(name, settings
     defense = DPSGD(CLIP, noise_multiplier=1.0)
     fit(defense, callbacks=[getattr(L.pytorch.callbacks, name)(**settings)], max_epochs=3)
     assert defense.releases == 18
+
+
+class Writing(L.Callback):
+    """Writes to weights behind the optimizer's step, by a hook of its own."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        weight = next(p for p in pl_module.parameters() if p.requires_grad)
+
+        def write(*_: Any) -> None:
+            with torch.no_grad():
+                weight.add_(1e-3)
+
+        self.hook = register_optimizer_step_post_hook(write)
+
+
+def test_a_hook_on_optimizers_that_writes_to_weights_is_refused() -> None:
+    writing = Writing()
+    try:
+        with pytest.raises(DefenseError, match="was written to since the optimizer's"):
+            fit(DPSGD(CLIP, noise_multiplier=1.0), callbacks=[writing])
+    finally:
+        writing.hook.remove()

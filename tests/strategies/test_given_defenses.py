@@ -126,6 +126,26 @@ def test_updates_that_no_optimizer_makes_are_refused(automatic: bool) -> None:
     fit(DefendedStrategy(), ByHand)
 
 
+def test_updates_by_hand_beside_an_optimizer_of_something_else_are_refused() -> None:
+    class Beside(ToyLM):
+        def __init__(self) -> None:
+            super().__init__("sgd")
+            self.automatic_optimization = False
+            self.unused = torch.nn.Linear(2, 2)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            weight = self.head.weight
+            (gradient,) = torch.autograd.grad(self.loss(batch), [weight])
+            with torch.no_grad():
+                weight -= 0.1 * gradient
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.unused.parameters(), lr=0.1)
+
+    with pytest.raises(DefenseError, match="weights changed without an optimizer"):
+        fit(DefendedStrategy("auto", [noise()]), Beside)
+
+
 @pytest.mark.slow
 def test_what_was_released_in_processes_that_ended_is_remembered(monkeypatch) -> None:
     spawn_imported(monkeypatch)

@@ -735,6 +735,30 @@ def test_a_tokenizer_is_needed_that_writes_texts_back() -> None:
 # Taps against independent computations: float64 optimizers by hand, plain autograd.
 
 
+def test_kept_gradient_is_the_sum_over_micro_batches_and_survives_overwriting():
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 6, bias=False)
+    tap = _GradientTap({"head.weight": layer.weight})
+    tap.keep_local()
+    inputs = [torch.randn(5, 4) for _ in range(3)]
+    layer(inputs[0]).square().sum().backward()
+    layer.weight.grad = None
+    tap.arm()
+    for x in inputs:
+        layer(x).square().sum().backward()
+    expected = sum(2 * (x @ layer.weight.detach().T).T @ x for x in inputs)
+    layer.weight.grad.zero_()
+    kept = tap.view(0, Stage.LOCAL, copies=True).tensors["head.weight"]
+    torch.testing.assert_close(kept, expected)
+    tap.disarm()
+    layer(inputs[0]).sum().backward()
+    torch.testing.assert_close(
+        tap.view(0, Stage.LOCAL, copies=True).tensors["head.weight"], expected
+    )
+    tap.close()
+    assert not layer.weight._post_accumulate_grad_hooks
+
+
 def test_sparse_gradients_are_made_dense():
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1, 1, 3])).sum().backward()

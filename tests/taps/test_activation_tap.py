@@ -485,6 +485,16 @@ def test_a_model_that_ignores_the_mask_is_found_at_the_first_branch(first, monke
         assert log_prob == pytest.approx(float(scores.gather(1, value[:, None]).sum()), abs=1e-4)
 
 
+def test_a_candidates_place_changes_nothing() -> None:
+    anatomy = find_anatomy(model_of("llama"))
+    values = [torch.tensor([n, n + 1]) for n in range(40)]
+    context = torch.tensor([1, 2, 3])
+    log_probs, _ = candidate_log_probs(anatomy, context, values)
+    order = torch.randperm(40)
+    shuffled, _ = candidate_log_probs(anatomy, context, [values[n] for n in order.tolist()])
+    assert torch.equal(shuffled, log_probs[order])
+
+
 # A published name of a pool of texts lets nobody test a guess of the texts or of the members.
 
 

@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat
 from lightning_fedleak.attacks import GradientMembership, SubspaceMembership
-from lightning_fedleak.attacks.row_space import find_linear_maps
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.engine.log import own_folder
@@ -342,16 +341,13 @@ class FusedLoRA(nn.Module):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.linear, self.rank = nn.Linear(WIDTH, 3 * WIDTH, bias=False), rank
+        self.linear = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.lora_dropout = nn.Dropout(0.0)
-        if rank:
-            self.lora_A = nn.Parameter(torch.randn(2 * rank, WIDTH) / 8)
-            self.lora_B = nn.Parameter(torch.zeros(2 * WIDTH, rank))
+        self.lora_A = nn.Parameter(torch.randn(2 * rank, WIDTH) / 8)
+        self.lora_B = nn.Parameter(torch.zeros(2 * WIDTH, rank))
 
     def forward(self, x: Tensor) -> Tensor:
         whole: Tensor = self.linear(x)
-        if not self.rank:
-            return whole
         inner = functional.linear(self.lora_dropout(x), self.lora_A).transpose(1, 2)
         parts = functional.conv1d(inner, self.lora_B[:, :, None], groups=2).transpose(1, 2)
         queries, values = parts.chunk(2, -1)
@@ -383,7 +379,7 @@ class GPT(nn.Module):
         blocks = nn.ModuleList(Block(rank) for _ in range(2))
         self.transformer = nn.ModuleDict({"wte": nn.Embedding(VOCABULARY, WIDTH), "h": blocks})
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(not rank or "lora_" in name)
+            parameter.requires_grad_("lora_" in name)
 
     def forward(self, idx: Tensor, input_pos: Any = None, lm_head_chunk_size: int = 0) -> Any:
         if idx.shape[1] > self.max_seq_length:
@@ -439,14 +435,3 @@ def test_ids_go_to_the_only_argument_without_a_default() -> None:
     torch.testing.assert_close(states, model.transformer["wte"](ids).detach())
     with pytest.raises(ValueError, match="truncate texts to 12 tokens"):
         hidden_states(anatomy, 0, torch.zeros(1, LENGTH + 1, dtype=torch.long))
-
-
-def test_a_factor_of_a_fused_map_reads_what_the_map_reads() -> None:
-    anatomy = find_anatomy(GPT(4))
-    maps = {m.name: m for m in find_linear_maps(anatomy)}
-    factor = maps["transformer.h.0.qkv.lora_A"]
-    assert (factor.factor, factor.rows, factor.axis) == ("A", 8, 1)
-    assert factor.reader is anatomy.root.get_submodule("transformer.h.0.qkv")
-    assert factor.dropouts == (factor.reader.lora_dropout,)
-    assert not [name for name in maps if "lora_B" in name]
-    assert not [m for m in find_linear_maps(find_anatomy(GPT(0))) if "lora" in m.name]

@@ -184,9 +184,17 @@ def test_nothing_is_found_where_nothing_was_trained(tmp_path: Path) -> None:
     assert last["p_value"]["value"] > 0.05
 
 
-@pytest.mark.parametrize("form", ["apart", "adapter"])
-def test_other_forms_of_pairs_have_the_same_numbers(tmp_path: Path, form: str) -> None:
-    """ORPO's form, and one of the user's own that an adapter reads, are of the same pool."""
+def test_pairs_of_another_form_are_the_same_pairs() -> None:
+    """ORPO's form, each half as wide as it is."""
+    contents = []
+    for batch in (collate(pairs(7)), collate_apart(pairs(7))):
+        read = read_pairs(batch, "causal")
+        assert read is not None
+        contents.append([text.content for text in texts_in(read)])
+    assert contents[0] == contents[1]
+
+
+def test_a_form_that_an_adapter_reads_has_the_same_numbers(tmp_path: Path) -> None:
     data, _ = leave_out(pairs(), 140, seed=1)
 
     def tokens(batch: Any) -> PairBatch:
@@ -194,30 +202,19 @@ def test_other_forms_of_pairs_have_the_same_numbers(tmp_path: Path, form: str) -
         return PairBatch(ids, ids.masked_fill(marks == 0, -100), mask, "causal")
 
     def joined(batch: Any) -> dict[str, Tensor]:
-        if form == "adapter":
-            return dict(zip(collate(pairs(1)), batch["both"], strict=True))
-        read = read_pairs(batch, "causal")
-        assert read is not None
-        marks = (read.labels != -100).long()
-        return dict(
-            zip(collate(pairs(1)), (read.input_ids, read.attention_mask, marks), strict=True)
-        )
+        return dict(zip(collate(pairs(1)), batch["both"], strict=True))
 
-    forms: dict[str, Callable[[list[Row]], Any]] = {
-        "apart": collate_apart,
-        "adapter": lambda rows: {"both": [*collate(rows).values()]},
-    }
-    found = {}
-    for name, read, gather in (("plain", None, collate), (form, joined, forms[form])):
-        watch = monitor(
-            tmp_path / name,
-            [PreferenceMargin()],
-            Memorization(max_overhead=10, looks=()),
-            batch_adapter=tokens if name == "adapter" else None,
-        )
+    def both(rows: list[Row]) -> dict[str, Any]:
+        return {"both": [*collate(rows).values()]}
+
+    found = []
+    for name, read, gather in (("plain", None, collate), ("adapter", joined, both)):
+        adapter = tokens if name == "adapter" else None
+        memorization = Memorization(max_overhead=10, looks=())
+        watch = monitor(tmp_path / name, [PreferenceMargin()], memorization, batch_adapter=adapter)
         fit([watch], Preferring(read), data, collate_fn=gather, max_epochs=2)
-        found[name] = lines(tmp_path / name, "preference_margin")[-1]
-    first, second = found.values()
+        found.append(lines(tmp_path / name, "preference_margin")[-1])
+    first, second = found
     assert first["pool"] == second["pool"]
     assert second["metrics"]["auc"]["value"] == pytest.approx(
         first["metrics"]["auc"]["value"], abs=1e-3

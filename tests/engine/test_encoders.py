@@ -86,6 +86,22 @@ def test_both_texts_of_a_pair_are_read(lora: bool, tmp_path: Path) -> None:
     assert not [name for name in watch.latest if name.endswith("/control")]
 
 
+def test_the_truth_is_what_was_trained_on() -> None:
+    model, [batch] = encoder(), pairs(1)
+    tap = _EncoderTap(find_anatomy(model))
+    tap.arm()
+    contrastive_loss(model, batch).backward()
+    calls = tap.take()
+    anchors, positives = calls
+    assert anchors.ids is batch["anchor_ids"]
+    assert positives.ids is batch["positive_ids"]
+    assert torch.equal(positives.reached, batch["positive_mask"] > 0)
+    assert tap.take() == []
+    embedded(model, batch["anchor_ids"], batch["anchor_mask"])  # which gets no gradient
+    assert tap.take() == []
+    tap.close()
+
+
 def test_torch_compile_is_why_a_compiled_encoder_cannot_be_read() -> None:
     model = encoder()
     model.compile()

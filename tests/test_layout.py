@@ -283,18 +283,6 @@ def test_the_picture_in_the_docs_is_the_one_that_is_drawn() -> None:
     assert PICTURE.read_text(encoding="utf-8") == control_picture.picture()
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [((0.05, 1.0), "rings: little"), ((0.22, 0.3), "unknown"), ((0.22, 0.3, 0.95), "for a part")],
-)
-def test_a_row_says_what_the_rule_says(row: tuple[float, ...], words: str) -> None:
-    value, control, *parts = row
-    counted = control_picture.judge_value(
-        value, control, part=parts[0] if parts else float("nan"), at_most=0.5, chance=0.0
-    )
-    assert words in control_picture.conclusion(counted)
-
-
 # The tools' own logic.
 
 

@@ -78,8 +78,13 @@ def check_gradient(model: nn.Module, reads: list[taps.ModelCall], tolerance: flo
         assert error < tolerance * largest, (name, error, largest)
 
 
-@pytest.mark.parametrize("loss", SHAPED)
-@pytest.mark.parametrize("family", [name for name in CAUSAL if "bf16" not in name])
+@pytest.mark.parametrize(
+    ("family", "loss"),
+    [
+        *(("llama", loss) for loss in SHAPED),
+        *((name, "micro-batches") for name in CAUSAL if "bf16" not in name and name != "llama"),
+    ],
+)
 def test_the_gradient_of_the_same_words_is_that_of_the_step(family: str, loss: str) -> None:
     model = CAUSAL[family]().train()
     with torch.no_grad():  # LoRA's B, so that A has a gradient
@@ -304,7 +309,7 @@ def test_hooks_on_parameters_and_the_users_own_do_not_run() -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("loss", ["plain", "padded", "micro-batches"])
+@pytest.mark.parametrize("loss", ["padded", "micro-batches"])
 @pytest.mark.parametrize("family", [name for name in CAUSAL if "bf16" not in name])
 def test_what_crosses_the_split_is_that_of_the_step(family: str, loss: str, layer: int) -> None:
     model = CAUSAL[family]().train()
@@ -552,7 +557,7 @@ def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor, _HeadMap, Tensor, Tensor]:
 
 
 @given(rows(), st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_rows_of_any_loss(case, are_given) -> None:
     states, gradient, head, labels, weights = case
     read = read_states(states, gradient, head, [labels] if are_given else [])
@@ -592,7 +597,7 @@ def test_a_label_whose_row_of_the_head_is_zero(cap: float | None) -> None:
 
 
 @given(rows(), st.integers(0, 2**20))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_a_false_label_is_not_believed(case, seed) -> None:
     states, gradient, head, labels, _ = case
     generator = torch.Generator().manual_seed(seed)

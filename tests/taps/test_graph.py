@@ -417,7 +417,7 @@ def losses(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @given(losses())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_rows_of_any_loss(case: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     logits, labels, weights, gradient = case
     rows = read_rows(gradient, logits)

@@ -23,7 +23,7 @@ from lightning_fedleak.model.model_runs import hidden_states, undisturbed
 from lightning_fedleak.report import findings, read
 from lightning_fedleak.trainers import LeakageLimitExceeded, Threshold, Watch
 from tests.callbacks.runs import Probe
-from tests.helpers.loops import check_undisturbed, lines_of, watched
+from tests.helpers.loops import check_undisturbed, lines_of, one_step, watched
 from tests.helpers.models import own_rng, tiny_gpt2
 
 F1 = "leakage/bag_of_words/f1"
@@ -49,10 +49,7 @@ def lines(folder: Path, name: str = "leakage") -> list[dict[str, Any]]:
 def run(model: Any, optimizer: Any, watch: Watch, rows: Any) -> int:
     """Return how many steps a loop takes until it is stopped."""
     for batch in rows:
-        with watch.step(batch):
-            model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        one_step(watch, model, optimizer, batch)
         if watch.should_stop:
             break
     return watch.loop.steps
@@ -201,10 +198,7 @@ def test_metrics_of_a_loop_are_logged_where_they_change(tmp_path: Path) -> None:
     rows = batches(8) * 8  # 64 steps
     with Watch(model, optimizer, [BagOfWords()], every_n_steps=1000, folder=tmp_path) as watch:
         for step, batch in enumerate(rows, 1):
-            with watch.step(batch):
-                model(**batch).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            one_step(watch, model, optimizer, batch)
                 watch.utility["train_loss"] = 100.0 - step  # changes at each step
                 if step in (20, 40, 60):
                     watch.utility["val_loss"] = {20: 3.0, 40: 2.0, 60: 2.5}[step]
@@ -227,10 +221,7 @@ def test_a_metric_set_after_a_batch_is_of_the_steps_that_are_over(tmp_path: Path
     model, optimizer = model_and_optimizer()
     with Watch(model, optimizer, [BagOfWords()], every_n_steps=1000, folder=tmp_path) as watch:
         for number, batch in enumerate(batches(9), 1):
-            with watch.step(batch):
-                model(**batch).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            one_step(watch, model, optimizer, batch)
             if number % 3 == 0:
                 watch.utility["valid_loss"] = float("2.5")  # measured each time
     record = [line for line in lines(tmp_path, "run") if line["kind"] == "metrics"]

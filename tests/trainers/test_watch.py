@@ -198,7 +198,10 @@ def test_metrics_of_a_loop_are_logged_where_they_change(tmp_path: Path) -> None:
     rows = batches(8) * 8  # 64 steps
     with Watch(model, optimizer, [BagOfWords()], every_n_steps=1000, folder=tmp_path) as watch:
         for step, batch in enumerate(rows, 1):
-            one_step(watch, model, optimizer, batch)
+            with watch.step(batch):
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
                 watch.utility["train_loss"] = 100.0 - step  # changes at each step
                 if step in (20, 40, 60):
                     watch.utility["val_loss"] = {20: 3.0, 40: 2.0, 60: 2.5}[step]

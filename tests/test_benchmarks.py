@@ -29,7 +29,7 @@ from benchmarks.papers import __main__ as door
 from benchmarks.papers import baselines, lemma, reference
 from benchmarks.papers import flatchat as papers_flatchat
 from benchmarks.papers.cells import Cell, Log, run
-from benchmarks.papers.synthetic import simulate_bound
+from benchmarks.papers.synthetic import box_probability, projection_probability, simulate_bound
 from benchmarks.papers.tables import Mean, Results, mean_of, number, published, student
 from lightning_fedleak.attacks import DescentSettings
 from lightning_fedleak.attacks.membership.base import sentence_rows
@@ -524,6 +524,26 @@ def test_smallest_beta_is_where_condition_4_begins_to_hold(share, l_x, norm, fac
 
 
 # Simulated data
+
+
+def test_gaussian_parts_against_scipy() -> None:
+    for r in (0.0, 1e-9, 0.3, 2.0, 40.0):
+        one = stats.norm.cdf(r) - stats.norm.cdf(-r)
+        assert projection_probability("gaussian", 7, r) == pytest.approx(one, rel=1e-6)
+        assert box_probability("gaussian", 7, r).value == pytest.approx(one**7, rel=1e-6)
+    # Without the absolute value of the components it would be the one-sided probability.
+    assert box_probability("gaussian", 7, 0.3).value < stats.norm.cdf(0.3) ** 7
+
+
+@pytest.mark.parametrize("half_width", [0.72, 0.8, 0.95])
+def test_spherical_box_against_geometry(half_width: float) -> None:
+    c = half_width
+    arc = (math.asin(c) - math.acos(c)) / (math.pi / 2)
+    caps = 1 - 3 * (1 - c)  # Archimedes: six caps that do not meet
+    for d, exact in ((2, arc), (3, caps)):
+        rate = box_probability("spherical", d, c, draws=100_000, seed=3)
+        assert abs(rate.value - exact) < 4 * math.sqrt(exact * (1 - exact) / 100_000)
+        assert rate.low < rate.value < rate.high < rate.low + 0.01
 
 
 @pytest.mark.parametrize(("law", "beta"), [("spherical", 6.0), ("gaussian", 1.0)])

@@ -437,13 +437,11 @@ CALLBACKS: dict[str, tuple[Callable[[], list[Any]], str]] = {
     "a typo": (gated("leakage/worst/word", at_most=0.5), f"Did you mean '{WORDS}'?"),
     "no prefix": (gated("worst/words", at_most=0.5), f"Did you mean '{WORDS}'?"),
     "a metric of one's own": (gated("val_loss", at_most=0.5), f"the highest: {WORDS}"),
-    "another attack": (gated("leakage/flatchat/f1", at_most=0.5), f"the highest: {WORDS}"),
     "percent": (gated(WORDS, at_most=50), "rates are shares, not percent"),
     "a string": (gated(WORDS, at_most="0.5"), "at_most must be a number"),
     "no limit": (gated(WORDS), f"For example: RiskGate('{WORDS}', at_most=0.5)"),
     "at_least": (gated(WORDS, at_least=0.5), "Did you mean at_most=?"),
     "an action": (gated(WORDS, at_most=0.5, action="halt"), "'stop' or 'harden'"),
-    "below chance": (gated("leakage/worst/membership", at_most=0.4), "which is 0.5 by chance"),
     "texts": (gated("leakage/worst/texts", at_most=0.5), "attacks=[SubspaceTexts()]"),
     "a stage that is not measured": (
         gated("leakage_local/subspace_words/f1", at_most=0.5),

@@ -265,7 +265,7 @@ def test_poisson_batches_of_dpsgd_are_read_and_its_empty_ones_passed_over(tmp_pa
     def run(callbacks, root):
         strategy = DefendedStrategy("auto", defenses=[DPSGD(1.0, noise_multiplier=0.5, seed=3)])
         module = CausalLMModule(tiny_gpt2(dropout=0.0, tied=False).train(), optimizer="adamw")
-        loader = random_token_loader(10, batch_size=1)
+        loader = random_token_loader(6, batch_size=1)
         return fit(callbacks, root, module=module, strategy=strategy, loader=loader)
 
     attacks, stages = [exact(1), FCMembership(1), Probe()], ("local", "shared")
@@ -353,7 +353,7 @@ def module() -> CausalLMModule:
         return CausalLMModule(transformers.LlamaForCausalLM(config).train(), optimizer="sgd")
 
 
-def fit_under(root: Path, callbacks: Any, *defenses: Any, n: int = 2) -> Any:
+def fit_under(root: Path, callbacks: Any, *defenses: Any, n: int = 1) -> Any:
     data = random_token_loader(n=n, batch_size=1, length=LENGTH, vocab=VOCABULARY)
     strategy = DefendedStrategy("auto", [*defenses])
     with warnings.catch_warnings():
@@ -362,7 +362,7 @@ def fit_under(root: Path, callbacks: Any, *defenses: Any, n: int = 2) -> Any:
 
 
 def compression_watched(
-    root: Path, attacks: list[Any], *defenses: Any, n: int = 2, **settings: Any
+    root: Path, attacks: list[Any], *defenses: Any, n: int = 1, **settings: Any
 ) -> Any:
     monitor = LeakageMonitor(attacks, every_n_steps=1, folder=root, **grouped(settings))
     fit_under(root, [monitor], *defenses, n=n)
@@ -380,7 +380,7 @@ def test_an_attack_reads_compressed_gradients_or_is_unknown(tmp_path: Path, meth
     members = [SubspaceMembership(public), GradientMembership(public, public_rows=6, controls=4)]
     games = Games(targets=4)
     monitor = compression_watched(
-        tmp_path, [*words, *members], lossy(method), stages=STAGES[:2], games=games
+        tmp_path, [*words, *members], lossy(method), n=2, stages=STAGES[:2], games=games
     )
     assert monitor.latest["leakage/gradient_membership/auc"] == 1
     assert monitor.latest["leakage/subspace_membership/auc"] > 0.9
@@ -403,7 +403,7 @@ def test_an_attack_reads_compressed_gradients_or_is_unknown(tmp_path: Path, meth
 @pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(SubspaceTexts.reads_compressed))
 def test_texts_are_read_through_it(tmp_path: Path, method: Method) -> None:
-    monitor = compression_watched(tmp_path, [SubspaceTexts(budget_seconds=20)], lossy(method), n=1)
+    monitor = compression_watched(tmp_path, [SubspaceTexts(budget_seconds=20)], lossy(method))
     assert monitor.latest["leakage/subspace_texts/token_accuracy"] == 1
     assert monitor.latest["leakage/subspace_texts/exact_sentences"] == 1
 

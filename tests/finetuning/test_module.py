@@ -412,10 +412,9 @@ def test_errors_of_names(source, message, tmp_path, monkeypatch) -> None:
     assert "Anna" not in str(error.value)
 
 
-@pytest.mark.parametrize("start", [b"PK\3\4", b"%PDF"])
-def test_a_document_that_is_no_text_is_named_with_what_to_do(start, tmp_path) -> None:
+def test_a_document_that_is_no_text_is_named_with_what_to_do(tmp_path) -> None:
     path = tmp_path / "letters.docx"
-    path.write_bytes(start + bytes(30))
+    path.write_bytes(b"PK\3\4" + bytes(30))
     with pytest.raises(
         SourceError, match=r"letters\.docx' is a document .*, not text: export it as"
     ):

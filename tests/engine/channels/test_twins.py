@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_fedleak.attacks import Attack, WordGuess
 from lightning_fedleak.attacks.base import Query, Surfaces, ThreatModel
+from lightning_fedleak.engine.channels.words import _find_twins
 from lightning_fedleak.model.anatomy import HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.snapshots import Observation
 from tests.helpers.loops import still_gpt2, watched
@@ -52,3 +53,18 @@ def test_a_word_counts_as_found_where_its_twin_is_named(tmp_path, unlike, is_tra
     batches = [{"input_ids": ids, "labels": ids}]
     watch = watched(tmp_path, [Names([20, 50])], model, batches=batches)
     assert watch.latest["leakage/names/f1"] == f1
+
+
+def test_classes_of_twins_are_those_of_all_pairs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(400, 24, generator=generator)
+    owners = torch.randint(0, 60, (300,), generator=generator)
+    matrix[:300] = matrix[300 + owners] * (1 + 1e-6 * torch.randn(300, 1, generator=generator))
+    matrix[7] = matrix[11] = 0.0
+    near = torch.cdist(matrix.double(), matrix.double()) <= 1e-4 * matrix.double().norm(dim=1)
+    numbers = torch.arange(400)
+    expected = torch.where(near, numbers, -1).amax(1)
+    found = _find_twins(matrix)
+    assert found is not None
+    assert torch.equal(found, expected)
+    assert _find_twins(torch.randn(400, 24, generator=generator)) is None

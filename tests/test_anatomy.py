@@ -20,19 +20,14 @@ from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForMultipleChoice,
-    BertForPreTraining,
     BertLMHeadModel,
     BertModel,
     ByT5Tokenizer,
     CLIPVisionConfig,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    MistralConfig,
-    MistralForCausalLM,
 )
 
 from lightning_fedleak.cli.finetuning.module import load_tokenizer
@@ -56,14 +51,12 @@ from tests.helpers.models import (
     VOCAB,
     own_rng,
     tiny_bart,
-    tiny_bert_classifier,
     tiny_bert_mlm,
     tiny_distilbert_mlm,
     tiny_gpt2,
     tiny_llama,
     tiny_marian,
     tiny_roberta_classifier,
-    tiny_roberta_mlm,
     tiny_t5,
 )
 
@@ -87,36 +80,19 @@ def gpt2_classifier() -> GPT2ForSequenceClassification:
     return GPT2ForSequenceClassification(config)
 
 
-def distilbert_classifier() -> DistilBertForSequenceClassification:
-    config = DistilBertConfig(vocab_size=VOCAB, dim=DIM, hidden_dim=32, n_layers=2, n_heads=2)
-    config.num_labels = 3
-    return DistilBertForSequenceClassification(config)
-
-
 WORDS: dict[str, tuple[Any, str]] = {
     "gpt2": (tiny_gpt2, "causal"),
     "gpt2 untied": (lambda: tiny_gpt2(tied=False), "causal"),
     "llama": (tiny_llama, "causal"),
-    "llama tied": (lambda: tiny_llama(tied=True), "causal"),
-    "mistral": (
-        lambda: MistralForCausalLM(MistralConfig(**LLAMA_SIZES, sliding_window=None)),
-        "causal",
-    ),
     "bert": (tiny_bert_mlm, "masked"),
-    "bert pretraining": (lambda: BertForPreTraining(BertConfig(**BERT_SIZES)), "masked"),
     "bert causal": (lambda: BertLMHeadModel(BertConfig(**BERT_SIZES, is_decoder=True)), "causal"),
     "distilbert": (tiny_distilbert_mlm, "masked"),
-    "roberta": (tiny_roberta_mlm, "masked"),
     "t5": (tiny_t5, "seq2seq"),
-    "marian": (tiny_marian, "seq2seq"),
     "marian untied": (lambda: tiny_marian(tied=False), "seq2seq"),
     "bart": (tiny_bart, "seq2seq"),
-    "bart untied": (lambda: tiny_bart(tied=False), "seq2seq"),
 }
 CLASSIFIERS: dict[str, tuple[Any, str]] = {
-    "bert": (tiny_bert_classifier, "classifier"),
     "roberta": (tiny_roberta_classifier, "classifier.out_proj"),
-    "distilbert": (distilbert_classifier, "classifier"),
     "gpt2": (gpt2_classifier, "score"),
 }
 
@@ -135,8 +111,7 @@ def loss_of(model: nn.Module, kind: str) -> Tensor:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCAB, (2, 6), generator=generator)
     labels = ids[:, 0] % 3 if kind == "classifier" else ids
-    more = {"next_sentence_label": ids[:, 0] % 2} if type(model) is BertForPreTraining else {}
-    loss: Tensor = model(input_ids=ids, labels=labels, **more).loss
+    loss: Tensor = model(input_ids=ids, labels=labels).loss
     return loss
 
 
@@ -214,13 +189,6 @@ def test_parts_are_those_the_forward_uses(build: Any) -> None:
     words = found.parameter("embedding.weight")
     assert words is not None
     assert grads[id(words)].abs().sum() > 0
-
-
-def test_tied_weights_have_a_name_for_each_role() -> None:
-    found = find_anatomy(CausalLMModule(tiny_gpt2()))
-    assert found.parameter_name("head.weight") == "model.lm_head.weight"
-    assert found.parameter_name("embedding.weight") == "model.transformer.wte.weight"
-    assert found.parameter("head.weight") is found.parameter("embedding.weight")
 
 
 def test_separate_vocabularies_tie_the_head_to_the_decoder() -> None:
@@ -518,31 +486,22 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object], pickled
         save_file(content, path, {"format": "pt"})
 
 
-@pytest.mark.parametrize("pickled", [False, True])
-@pytest.mark.parametrize("prefix", ["model.", "_orig_mod.", "module.", "net.", "a.b.", ""])
-def test_one_prefix_is_removed(saved: Path, prefix: str, pickled: bool) -> None:
-    rewrite(saved, lambda state: {prefix + name: tensor for name, tensor in state.items()}, pickled)
+@pytest.mark.parametrize("form", ["safetensors", "pickled", "lightning"])
+@pytest.mark.parametrize("prefix", ["model.", "a.b.", ""])
+def test_one_prefix_is_removed(saved: Path, prefix: str, form: str) -> None:
+    def wrap(state: dict[str, Tensor]) -> object:
+        named = {prefix + name: tensor for name, tensor in state.items()}
+        return {"state_dict": named, "epoch": 3} if form == "lightning" else named
+
+    rewrite(saved, wrap, form != "safetensors")
     model, head = load_whole(transformers.AutoModelForCausalLM, str(saved))
     assert not head
     assert are_equal(weight_sums(model), weight_sums(new(1)))
 
 
-@pytest.mark.parametrize("prefix", ["", "model."])
-def test_a_checkpoint_of_lightning_is_read(saved: Path, prefix: str) -> None:
-    def wrap(state: dict[str, Tensor]) -> object:
-        return {"state_dict": {prefix + n: t for n, t in state.items()}, "epoch": 3}
-
-    rewrite(saved, wrap, True)
-    model, _ = load_whole(transformers.AutoModelForCausalLM, str(saved))
-    assert are_equal(weight_sums(model), weight_sums(new(1)))
-
-
-@pytest.mark.parametrize(
-    ("part", "first"), [("wte", "transformer.wte.weight"), ("h.0.", "transformer.h.0.attn")]
-)
-def test_missing_tensors_are_named(saved: Path, part: str, first: str) -> None:
-    rewrite(saved, lambda state: {n: t for n, t in state.items() if part not in n}, False)
-    with pytest.raises(WrongModel, match=f"lacks .*{first}"):
+def test_missing_tensors_are_named(saved: Path) -> None:
+    rewrite(saved, lambda state: {n: t for n, t in state.items() if "h.0." not in n}, False)
+    with pytest.raises(WrongModel, match=r"lacks .*transformer\.h\.0\.attn"):
         load_whole(transformers.AutoModelForCausalLM, str(saved))
 
 
@@ -571,12 +530,14 @@ def test_a_wrong_shape_and_a_damaged_file_are_refused(saved: Path) -> None:
         load_whole(transformers.AutoModelForCausalLM, str(saved))
 
 
+SMALL_BERT = BertConfig(
+    vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
+    num_labels=3,
+)  # fmt: skip
+
+
 def test_only_a_head_may_be_missing(tmp_path: Path) -> None:
-    config = transformers.BertConfig(
-        vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-        intermediate_size=8, num_labels=3,
-    )  # fmt: skip
-    transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
+    transformers.BertForMaskedLM(SMALL_BERT).save_pretrained(tmp_path)
     kind = transformers.AutoModelForSequenceClassification
     _, head = load_whole(kind, str(tmp_path), may_lack_head=True)
     assert {"classifier.weight", "classifier.bias"} <= head
@@ -591,12 +552,7 @@ def test_only_a_head_may_be_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_the_head_is_read_after_the_prefix_too(tmp_path: Path, prefix: str) -> None:
     torch.manual_seed(0)
-    saved = transformers.BertForSequenceClassification(
-        transformers.BertConfig(
-            vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
-            intermediate_size=8, num_labels=3,
-        )
-    )  # fmt: skip
+    saved = transformers.BertForSequenceClassification(SMALL_BERT)
     saved.save_pretrained(tmp_path)
     rewrite(tmp_path, lambda state: {prefix + n: t for n, t in state.items()}, False)
     model, head = load_whole(
@@ -610,7 +566,6 @@ def test_the_head_is_read_after_the_prefix_too(tmp_path: Path, prefix: str) -> N
     "rename",
     [
         lambda name: name,
-        lambda name: "model." + name,
         lambda name: name.replace("base_model.model.", "base_model.model._orig_mod."),
         lambda name: name.replace(".weight", ".default.weight"),
     ],
@@ -630,7 +585,7 @@ def test_adapters_are_loaded_whatever_wrapped_them(tmp_path: Path, rename: Renam
         load_adapters(new(1), str(tmp_path))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_weights_are_recognised_up_to_their_stored_dtype(dtype: torch.dtype) -> None:
     base, rounded = new(1), new(1).to(dtype).float()
     for first, second in ((base, rounded), (rounded, base)):
@@ -778,15 +733,6 @@ def test_a_tokenizer_is_needed_that_writes_texts_back() -> None:
 
 
 # Taps against independent computations: float64 optimizers by hand, plain autograd.
-
-
-def test_view_is_no_copy_and_leaves_out_what_has_no_gradient():
-    a, b = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
-    a.grad = torch.randn(3, 2)
-    view = _GradientTap({"head.weight": a, "head.bias": b}).view(5, Stage.SHARED)
-    assert view.tensors["head.weight"].data_ptr() == a.grad.data_ptr()
-    assert set(view.tensors) == {"head.weight"}
-    assert (view.step, view.stage, view.client) == (5, "shared", 0)
 
 
 def test_kept_gradient_is_the_sum_over_micro_batches_and_survives_overwriting():

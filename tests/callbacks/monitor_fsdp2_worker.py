@@ -25,12 +25,10 @@ from lightning_fedleak.attacks import (
     SubspaceWords,
 )
 from lightning_fedleak.attacks.base import Attack, Query
-from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.callbacks import LeakageMonitor, RiskGate, WatchSettings
 from lightning_fedleak.defenses import Defense, GradientNoise
 from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.snapshots import Observation
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.attacks.row_space.models import gpt2, llama, with_lora
@@ -195,38 +193,6 @@ def fails_on_one(folder: Path) -> dict[str, Any]:
         "failures": monitor.failures,
         "values": {n: v for n, v in values_of(monitor).items() if n.endswith(("/f1", "accuracy"))},
     }
-
-
-@CASES.named("unreadable on one")
-def unreadable_on_one(folder: Path) -> dict[str, Any]:
-    """One process cannot read its second batch (the first is read twice, to check)."""
-    read = []
-
-    def adapter(batch: dict[str, Tensor]) -> TokenBatch:
-        read.append(1)
-        if len(read) == 3 and RANK == 1:
-            raise RuntimeError("only here")
-        return TokenBatch(batch["input_ids"], batch["labels"], None, "causal")
-
-    monitor = LeakageMonitor(
-        attacks(), every_n_steps=1, settings=WatchSettings(batch_adapter=adapter)
-    )
-    looks: list[dict[str, str]] = []
-    trainer, _ = run(folder, [monitor, Each(monitor, looks)], [GradientNoise(CLIP, 0.0)])
-    unknown = [
-        all(v == "nan" for n, v in look.items() if n.endswith(("/f1", "token_accuracy")))
-        for look in looks
-    ]
-    return {"steps": trainer.global_step, "unknown": unknown, "attacks": len(attacks())}
-
-
-@CASES.named("refused")
-def refused(folder: Path) -> dict[str, Any]:
-    try:
-        run(folder, [LeakageMonitor(FCMembership(layer=1))], [GradientNoise(CLIP, SIGMA)])
-    except ValueError as error:
-        return {"said": str(error)}
-    return {"said": "nothing was refused"}
 
 
 @CASES.named("hardened")

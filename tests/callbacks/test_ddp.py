@@ -1,6 +1,5 @@
 """Two gloo processes: what each client shares, pooled results, decisions that agree."""
 
-import itertools
 import json
 import math
 import sys
@@ -198,14 +197,14 @@ def main(root: Path) -> None:
         line = json.loads((Path(monitor.engine.jsonl.path)).read_text().splitlines()[0])
         out[f"line/{case}"] = (line["client"], line["n"])
 
-    for client, precision in itertools.product(("rank", "world"), ("32-true", "bf16-mixed")):
+    for client, precision in (("rank", "32-true"), ("world", "bf16-mixed")):
         settings = {"strategy": "ddp", "devices": 2, "accumulate_grad_batches": 2}
         watch = WatchSettings(client=client)
         monitor = LeakageMonitor(BagOfWords(), every_n_steps=1, settings=watch)
         module = CausalLMModule(tiny_gpt2(dropout=0.1, tied=False).train(), optimizer="adamw")
         root_of_fit = root / f"{client} {precision}"
         fit([monitor], root_of_fit, module=module, n=16, precision=precision, **settings)
-        out[f"unexplained/{client}/{precision}"] = monitor.latest[UNEXPLAINED]
+        out[f"unexplained/{client}"] = monitor.latest[UNEXPLAINED]
 
     before = footprint(run(root / "no-games", [], n=32))
     attacks = [GamesFailOnOne(layer=1), BlindOnOne(layer=1), Probe()]
@@ -316,11 +315,10 @@ def test_each_stage_holds_the_gradient_computed_by_hand(ranks, case):
     assert ranks[0][f"values/{case}"] == ranks[1][f"values/{case}"]
 
 
-@pytest.mark.parametrize("client", ["rank", "world"])
-@pytest.mark.parametrize(("precision", "at_most"), [("32-true", 1e-5), ("bf16-mixed", 0.02)])
-def test_of_an_untouched_step_little_is_unexplained(ranks, client, precision, at_most):
+def test_of_an_untouched_step_little_is_unexplained(ranks):
     for rank in ranks:
-        assert rank[f"unexplained/{client}/{precision}"] <= at_most
+        assert rank["unexplained/rank"] <= 1e-5
+        assert rank["unexplained/world"] <= 0.02
 
 
 def types_of(rows):

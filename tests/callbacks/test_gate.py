@@ -138,17 +138,9 @@ def test_the_decision_is_logged_and_breaches_survive_a_checkpoint(tmp_path):
         fit([gate, monitor], tmp_path / "b", max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"at_most": math.nan}, "at_most must be"),
-        ({"at_most": True}, "at_most must be"),
-        ({"patience": -1}, "patience must be"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        RiskGate(**({"metric": F1, "at_most": 0.3} | arguments))
+def test_arguments_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="patience must be"):
+        RiskGate(F1, at_most=0.3, patience=-1)
     RiskGate("monitor/seconds", at_most=60)  # no rate, which has no range
 
 

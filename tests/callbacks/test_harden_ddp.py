@@ -51,10 +51,6 @@ def dp() -> DPSGD:
 DEFENSES: dict[str, Callable[[], list[Defense]]] = {
     "noise": lambda: [GradientNoise(1.0, 0.01, seed=3, max_hardenings=2)],
     "freeze": lambda: [Freeze("head", when="hardened")],
-    "both": lambda: [
-        Freeze("head", when="hardened"),
-        GradientNoise(1.0, 0.01, seed=3, max_hardenings=1),
-    ],
     "dpsgd": lambda: [dp()],
 }
 
@@ -150,7 +146,6 @@ def hardened(defense: str, client: str) -> Case:
 for client in ("rank", "world"):
     CASES[f"noise {client}"] = hardened("noise", client)
 CASES["freeze rank"] = hardened("freeze", "rank")
-CASES["both rank"] = hardened("both", "rank")
 CASES["dpsgd rank"] = hardened("dpsgd", "rank")
 CASES["dpsgd world"] = hardened("dpsgd", "world")
 
@@ -169,11 +164,10 @@ def one_decides(folder: Path) -> dict[str, Any]:
 @CASES.named("refused")
 def refused(folder: Path) -> dict[str, Any]:
     found = {}
-    for defense in ("freeze", "both"):
-        try:
-            watched(folder, defense, "world")
-        except ValueError as error:
-            found[defense] = str(error)
+    try:
+        watched(folder, "freeze", "world")
+    except ValueError as error:
+        found["freeze"] = str(error)
     return found
 
 
@@ -185,15 +179,14 @@ ranks = launched("tests.callbacks.test_harden_ddp")
 
 
 TWO_NOTCHES = [f"{d} {c}" for d in ("noise", "dpsgd") for c in ("rank", "world")]
-ONE_NOTCH = ["freeze rank", "both rank"]
+ONE_NOTCH = ["freeze rank"]
 
 
 @pytest.mark.parametrize("name", [*TWO_NOTCHES, *ONE_NOTCH])
 def test_every_rank_is_turned_up_at_the_same_steps_and_then_stops(ranks, name: str) -> None:
     most = 1 if name in ONE_NOTCH else 2
-    defenses = 2 if name.startswith("both") else 1
     for found in of(ranks, name):
-        assert found["seen"] == [[step, [step] * defenses] for step in range(most + 1)]
+        assert found["seen"] == [[step, [step]] for step in range(most + 1)]
         assert found["steps"] == found["looks"] == most + 1
         assert (found["notches"], found["unknown"], found["saved"]) == (most, 0, 1)
 
@@ -239,11 +232,10 @@ def test_the_first_process_decides_for_all(ranks) -> None:
     assert first["seen"] == second["seen"] == [[s, [s // 2]] for s in range(6)]
 
 
-@pytest.mark.parametrize("name", ["freeze", "both"])
-def test_freezing_in_mid_run_is_refused_where_a_reducer_would_wait(ranks, name: str) -> None:
+def test_freezing_in_mid_run_is_refused_where_a_reducer_would_wait(ranks) -> None:
     for found in of(ranks, "refused"):
-        assert "cannot freeze in the middle of a run of one client under DDP" in found[name]
-        assert "Use DefendedStrategy(client='rank'), or Freeze(when='always')" in found[name]
+        assert "cannot freeze in the middle of a run of one client under DDP" in found["freeze"]
+        assert "Use DefendedStrategy(client='rank'), or Freeze(when='always')" in found["freeze"]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import lightning.pytorch as L
 import pytest
 import torch
 import transformers
-from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -266,7 +265,7 @@ def test_poisson_batches_of_dpsgd_are_read_and_its_empty_ones_passed_over(tmp_pa
     def run(callbacks, root):
         strategy = DefendedStrategy("auto", defenses=[DPSGD(1.0, noise_multiplier=0.5, seed=3)])
         module = CausalLMModule(tiny_gpt2(dropout=0.0, tied=False).train(), optimizer="adamw")
-        loader = random_token_loader(10, batch_size=1)
+        loader = random_token_loader(6, batch_size=1)
         return fit(callbacks, root, module=module, strategy=strategy, loader=loader)
 
     attacks, stages = [exact(1), FCMembership(1), Probe()], ("local", "shared")
@@ -354,7 +353,7 @@ def module() -> CausalLMModule:
         return CausalLMModule(transformers.LlamaForCausalLM(config).train(), optimizer="sgd")
 
 
-def fit_under(root: Path, callbacks: Any, *defenses: Any, n: int = 2) -> Any:
+def fit_under(root: Path, callbacks: Any, *defenses: Any, n: int = 1) -> Any:
     data = random_token_loader(n=n, batch_size=1, length=LENGTH, vocab=VOCABULARY)
     strategy = DefendedStrategy("auto", [*defenses])
     with warnings.catch_warnings():
@@ -363,7 +362,7 @@ def fit_under(root: Path, callbacks: Any, *defenses: Any, n: int = 2) -> Any:
 
 
 def compression_watched(
-    root: Path, attacks: list[Any], *defenses: Any, n: int = 2, **settings: Any
+    root: Path, attacks: list[Any], *defenses: Any, n: int = 1, **settings: Any
 ) -> Any:
     monitor = LeakageMonitor(attacks, every_n_steps=1, folder=root, **grouped(settings))
     fit_under(root, [monitor], *defenses, n=n)
@@ -381,7 +380,7 @@ def test_an_attack_reads_compressed_gradients_or_is_unknown(tmp_path: Path, meth
     members = [SubspaceMembership(public), GradientMembership(public, public_rows=6, controls=4)]
     games = Games(targets=4)
     monitor = compression_watched(
-        tmp_path, [*words, *members], lossy(method), stages=STAGES[:2], games=games
+        tmp_path, [*words, *members], lossy(method), n=2, stages=STAGES[:2], games=games
     )
     assert monitor.latest["leakage/gradient_membership/auc"] == 1
     assert monitor.latest["leakage/subspace_membership/auc"] > 0.9
@@ -404,7 +403,7 @@ def test_an_attack_reads_compressed_gradients_or_is_unknown(tmp_path: Path, meth
 @pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(SubspaceTexts.reads_compressed))
 def test_texts_are_read_through_it(tmp_path: Path, method: Method) -> None:
-    monitor = compression_watched(tmp_path, [SubspaceTexts(budget_seconds=20)], lossy(method), n=1)
+    monitor = compression_watched(tmp_path, [SubspaceTexts(budget_seconds=20)], lossy(method))
     assert monitor.latest["leakage/subspace_texts/token_accuracy"] == 1
     assert monitor.latest["leakage/subspace_texts/exact_sentences"] == 1
 
@@ -425,11 +424,8 @@ def test_with_error_feedback_what_goes_in_is_read_with_the_noise_before(
     assert compression.memory
 
 
-@pytest.mark.parametrize("error_feedback", [False, True])
-def test_training_is_bit_identical(tmp_path: Path, error_feedback: bool) -> None:
-    first, second = (
-        GradientCompression("low_rank", error_feedback=error_feedback) for _ in range(2)
-    )
+def test_training_is_bit_identical(tmp_path: Path) -> None:
+    first, second = (GradientCompression("low_rank", error_feedback=True) for _ in range(2))
     plain = Kept.of(fit_under(tmp_path / "a", [], first, n=3))
     attacks = [BagOfWords(), SubspaceWords(capacity_seconds=0)]
     monitor = LeakageMonitor(attacks, every_n_steps=1)
@@ -699,19 +695,12 @@ def checkpointing():
     return CausalLMModule(model, optimizer="adamw")
 
 
-def frozen():
-    model = tiny_gpt2(tied=False).train()
-    model.transformer.requires_grad_(False)
-    return CausalLMModule(model, optimizer="adamw")
-
-
 CASES = {
     "fp32 with dropout": ({}, None),
     "LoRA, accumulation, clipping and gradient checkpointing": (
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05},
         adapted,
     ),
-    "bf16-true, frozen lower layers": ({"precision": "bf16-true"}, frozen),
     "gradient noise": (
         {"strategy": lambda: DefendedStrategy("auto", [GradientNoise(1.0, 0.01, seed=4)])},
         None,
@@ -768,17 +757,6 @@ def test_inversion_neither_disturbs_noised_activations_nor_their_noise(make, tmp
     assert monitor.latest[f"leakage_local/{name}"] > monitor.latest[f"leakage/{name}"]
 
 
-def test_averaging_callbacks_do_not_disturb(tmp_path):
-    averaging = getattr(lightning_callbacks, "WeightAveraging", None)  # absent before 2.6
-
-    def run(*callbacks):
-        return fit([*callbacks, *([averaging()] if averaging else [])], tmp_path)
-
-    monitor = LeakageMonitor(Probe(), every_n_steps=1)
-    assert_same(run(), run(monitor))
-    assert monitor.failures == 0
-
-
 def test_a_resumed_run_is_bit_identical_and_its_games_go_on(tmp_path):
     monitors = []
 
@@ -806,25 +784,6 @@ def test_a_resumed_run_is_bit_identical_and_its_games_go_on(tmp_path):
     before, after = (m.engine.state_dict()["games of leakage/fc_1"] for m in monitors[2:])
     assert all(map(torch.equal, before, after))
     assert len(after) > len(before) > 0
-
-
-@pytest.mark.slow
-def test_a_compiled_model_is_watched_and_not_disturbed(tmp_path):
-    """By all families at once: each fit compiles its model again."""
-
-    def compiled():
-        torch.compiler.reset()
-        module = CausalLMModule(tiny_gpt2(dropout=0.0).train(), optimizer="adamw")
-        module.model = torch.compile(module.model, backend="aot_eager")
-        return module
-
-    plain = Kept.of(fit([], tmp_path / "plain", module=compiled(), n=12))
-    attacks = [Probe(), PrefixInversion(1, None, language_model=False), FCMembership(layer=1)]
-    monitor = LeakageMonitor(attacks, every_n_steps=1)
-    assert_same(plain, fit([monitor], tmp_path / "watched", module=compiled(), n=12))
-    assert (monitor.failures, monitor.looks) == (0, 3)
-    assert monitor.latest["leakage/prefix_inversion/token_accuracy"] == 1
-    assert monitor.latest["leakage/fc_membership/auc"] == 1
 
 
 def test_between_looks_nothing_of_a_look_is_kept_alive(tmp_path):

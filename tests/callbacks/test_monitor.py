@@ -171,8 +171,6 @@ def test_hidden_states_cross_the_split_without_any_optimizer(tmp_path: Path) -> 
 
 
 def test_an_unknown_argument_is_refused_by_its_name() -> None:
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'xyz'$"):
-        LeakageMonitor(Probe(), xyz=5)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"settings=WatchSettings\(report=\.\.\.\)"):
         LeakageMonitor(report="live")  # type: ignore[call-arg]
 
@@ -224,7 +222,6 @@ def test_a_look_covers_the_batches_of_its_step(
 
 
 def test_values_reach_every_logger_and_the_trainers_metrics(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board, table = TensorBoardLogger(tmp_path / "tb"), CSVLogger(tmp_path / "csv")
     monitor = LeakageMonitor(Probe(), every_n_steps=3)
@@ -239,7 +236,6 @@ def test_values_reach_every_logger_and_the_trainers_metrics(tmp_path: Path) -> N
 
 def charts_and_tags(board: TensorBoardLogger) -> tuple[list[Any], set[str], Any]:
     """Return the charts of a run's page, the scalars that it has logged, and its events."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
     events = EventAccumulator(board.log_dir).Reload()
@@ -618,7 +614,6 @@ def test_two_runs_of_a_project_have_folders_of_their_own(tmp_path):
 
 
 def test_tensorboard_has_the_settings_without_a_value_before_a_look(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import plugin_data_pb2
 
     board = TensorBoardLogger(tmp_path)
@@ -663,8 +658,6 @@ class Named(CausalLMModule):
     ("validation", "training"),
     [
         ("val/loss", "train/loss"),
-        ("eval_loss", "loss"),
-        ("valid_loss", "train_loss"),
         ("Validation.NLL", "my_loss"),
     ],
 )

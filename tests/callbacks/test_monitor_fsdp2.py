@@ -73,17 +73,6 @@ def test_a_failure_on_one_process_is_unknown_on_both_and_nobody_waits(ranks) -> 
         assert len(found["values"]) > len(unknown)
 
 
-def test_a_batch_that_one_process_cannot_read_is_read_off_the_graph(ranks) -> None:
-    for found in of(ranks, "unreadable on one"):
-        assert found == {"steps": 3, "unknown": [False, False, False], "attacks": 6}
-
-
-def test_what_one_process_cannot_tell_is_refused_with_what_to_do(ranks) -> None:
-    for found in of(ranks, "refused"):
-        assert "'fc_membership' plays membership games, which need whole layers" in found["said"]
-        assert "use DDP with client='rank'" in found["said"]
-
-
 def test_a_gate_hardens_both_processes_and_a_resumed_run_stays_so(ranks) -> None:
     for found in of(ranks, "hardened"):
         first = {"notches": [2, 2], "steps": 3, "equal": True, "looks": 3}

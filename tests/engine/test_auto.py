@@ -6,12 +6,12 @@ import logging
 import math
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_fedleak.attacks import AlignedFlatChat, SubspaceWords
@@ -19,34 +19,24 @@ from lightning_fedleak.attacks.base import DISHONEST_SERVER, HONEST_BUT_CURIOUS
 from lightning_fedleak.attacks.words import aligned_readout, aligned_updates
 from lightning_fedleak.engine import log
 from lightning_fedleak.trainers import Threshold
-from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama, t5
+from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, t5
+from tests.engine.test_row_spaces import LOADER, LORA, model_of
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.loops import assert_same_training, train
-from tests.helpers.models import own_rng
 
 WORST = "leakage/worst/words"
 TEXT = torch.randint(3, VOCABULARY, (60, 12), generator=torch.Generator().manual_seed(5)).tolist()
-LOADER = {"n": 8, "batch_size": 2, "length": 10, "vocab": VOCABULARY}
 FEW = LOADER | {"n": 4}
 """Two steps: the second has texts of an earlier batch, and a B that is not zero."""
-
-
-def model_of(family: Any = llama, lora: bool = False) -> nn.Module:
-    with own_rng(1):
-        model: nn.Module = family()
-        if lora:
-            config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
-            model = get_peft_model(model, config)
-    for part in model.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = 0.0
-    return model
 
 
 @pytest.fixture(autouse=True)
 def _few_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aligned_updates, "_UPDATES", 4)
     monkeypatch.setattr(aligned_readout, "_REPEATS", 2)
+
+
+still_model = partial(model_of, dropout=False)
 
 
 def configure(watch: Any) -> None:
@@ -76,7 +66,7 @@ def test_a_whole_model_is_attacked_by_all_that_fit_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):
-        watch = auto(tmp_path, model_of(gpt2), batches=random_token_loader(**FEW)).watch
+        watch = auto(tmp_path, still_model(gpt2), batches=random_token_loader(**FEW)).watch
     words, members = ("aligned_flatchat", "subspace_words"), ("gradient_membership",)
     assert attacks_in(watch.latest) == {*words, *members, "worst"}
     for family, names, rate in (("words", words, "f1"), ("membership", members, "auc")):
@@ -100,7 +90,7 @@ def test_a_whole_model_is_attacked_by_all_that_fit_it(
 
 def test_under_lora_the_first_block_is_attacked_and_not_the_head(tmp_path: Path) -> None:
     gate = Threshold(WORST, at_most=0.5)
-    training = auto(tmp_path, model_of(lora=True), gates=[gate])
+    training = auto(tmp_path, still_model(lora=LORA), gates=[gate])
     played = {"subspace_words", "gradient_membership", "worst"}
     assert attacks_in(training.watch.latest) == played
     assert training.steps == 2, "the first step, before which B was zero, is no breach"
@@ -113,7 +103,7 @@ def test_where_nothing_is_read_yet_a_strict_gate_decides_and_a_lax_one_waits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def biases() -> nn.Module:
-        model = model_of(gpt2)
+        model = still_model(gpt2)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.endswith("bias"))
         return model
@@ -132,7 +122,7 @@ def test_where_nothing_is_read_yet_a_strict_gate_decides_and_a_lax_one_waits(
             assert re.search(words, str(gate.fired))
     gates = [Threshold("leakage/bias_sign/f1", at_most=0.5)]
     with pytest.raises(ValueError, match=r"bias_sign.*That is 'unknown', not 'safe'"):
-        auto(tmp_path / "never", model_of(gpt2), gates=gates)  # whose head has no bias
+        auto(tmp_path / "never", still_model(gpt2), gates=gates)  # whose head has no bias
     with caplog.at_level(logging.INFO):
         training = auto(tmp_path / "free", biases(), assume=HONEST_BUT_CURIOUS)
     assert training.steps == 4
@@ -144,12 +134,12 @@ def test_where_nothing_is_read_yet_a_strict_gate_decides_and_a_lax_one_waits(
 def test_a_frozen_head_alone_is_no_pass_for_a_gate(tmp_path: Path) -> None:
     head = AlignedFlatChat(TEXT, calibration_tokens=200)
     gate = Threshold("leakage/aligned_flatchat/f1", at_most=0.5)
-    training = auto(tmp_path, model_of(lora=True), head, gates=[gate])
+    training = auto(tmp_path, still_model(lora=LORA), head, gates=[gate])
     assert training.steps == 1
     assert gate.fired is not None
     assert math.isnan(gate.fired.value)
     both = [head, SubspaceWords(capacity_seconds=0)]
-    training = auto(tmp_path, model_of(lora=True), both, gates=[gate])
+    training = auto(tmp_path, still_model(lora=LORA), both, gates=[gate])
     assert training.steps == 4, "another attack reads what is shared, and is gated or not"
 
 
@@ -161,7 +151,7 @@ def test_what_a_gate_is_told_to_watch_is_not_refused_next(
 
     def gated(metric: str) -> Any:
         gates, few = [Threshold(metric, 1.0)], random_token_loader(**FEW)
-        return auto(tmp_path, model_of(lora=True), gates=gates, batches=few)
+        return auto(tmp_path, still_model(lora=LORA), gates=gates, batches=few)
 
     with pytest.raises(ValueError, match="does not log") as refusal:
         gated("leakage/flatchat/f1")
@@ -176,7 +166,7 @@ def test_what_a_gate_is_told_to_watch_is_not_refused_next(
 
 
 def test_what_is_unfrozen_on_the_way_is_attacked_from_then_on(tmp_path: Path) -> None:
-    model = model_of()
+    model = still_model()
 
     def batches() -> Any:
         for step, batch in enumerate(random_token_loader(**LOADER)):
@@ -195,7 +185,7 @@ def test_what_is_unfrozen_on_the_way_is_attacked_from_then_on(tmp_path: Path) ->
 
 
 def test_a_masked_model_needs_text_for_what_calibrates(tmp_path: Path) -> None:
-    watch = auto(tmp_path, model_of(bert), public_text=None).watch
+    watch = auto(tmp_path, still_model(bert), public_text=None).watch
     assert "pass the masked language model's tokenizer=" in str(watch.lines("aligned_flatchat"))
     assert "tokenizer=" in watch.engine.results.untested["words"]
     assert watch.latest[WORST] == 1
@@ -204,7 +194,7 @@ def test_a_masked_model_needs_text_for_what_calibrates(tmp_path: Path) -> None:
 
 def test_an_encoder_decoder_is_calibrated_on_frequent_tokens(tmp_path: Path) -> None:
     few = {"batches": random_token_loader(**FEW), "optimizer": "sgd"}
-    watch = auto(tmp_path, model_of(t5), public_text=None, **few).watch
+    watch = auto(tmp_path, still_model(t5), public_text=None, **few).watch
     assert not watch.engine.results.untested.get("words")
     assert watch.latest["leakage/aligned_flatchat/f1"] >= 0.95
     assert watch.latest[WORST] >= 0.95
@@ -212,19 +202,19 @@ def test_an_encoder_decoder_is_calibrated_on_frequent_tokens(tmp_path: Path) -> 
 
 def test_a_dishonest_server_adds_its_layers(tmp_path: Path) -> None:
     batches = random_token_loader(**FEW)
-    watch = auto(tmp_path, model_of(gpt2), assume=DISHONEST_SERVER, batches=batches).watch
+    watch = auto(tmp_path, still_model(gpt2), assume=DISHONEST_SERVER, batches=batches).watch
     names = {attack.name for attack in watch.engine.selection.attacks}
     assert {"fc_membership", "attention_membership"} <= names
     assert "fc_membership" in attacks_in(watch.latest)
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_training_is_bit_identical_and_goes_on_where_it_was(lora: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+def test_training_is_bit_identical_and_goes_on_where_it_was(lora: Any, tmp_path: Path) -> None:
     given = {"stages": ("local", "shared", "aggregate"), "batches": random_token_loader(**FEW)}
-    training = auto(tmp_path / "a", model_of(lora=lora), **given)
-    assert_same_training(auto(None, model_of(lora=lora), batches=given["batches"]), training)
+    training = auto(tmp_path / "a", still_model(lora=lora), **given)
+    assert_same_training(auto(None, still_model(lora=lora), batches=given["batches"]), training)
     state = training.watch.state_dict()
-    resumed = auto(tmp_path / "b", model_of(lora=lora), state=state, **given).watch
+    resumed = auto(tmp_path / "b", still_model(lora=lora), state=state, **given).watch
     assert resumed.looks == 2 * training.watch.looks
     assert resumed.latest[WORST] == 1
 

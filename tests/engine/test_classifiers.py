@@ -48,7 +48,6 @@ GPT2 = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 4}
 SIDES = {"layers": 2, "attention_heads": 4, "ffn_dim": 96}
 CONFIGS: dict[str, dict[str, Any]] = {
     "Bert": ENCODER,
-    "Roberta": ENCODER | {"max_position_embeddings": POSITIONS + 2},
     "Llama": SIZES,
     "GPT2": GPT2 | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     "T5": T5 | {"d_ff": 96, "dropout_rate": 0.0, "decoder_start_token_id": 0, "eos_token_id": 1},
@@ -72,14 +71,13 @@ SEQUENCE = "SequenceClassification"
 # Model, the last token of each text where the head needs one, rows of a batch.
 CLASSIFIERS: dict[str, tuple[Build, int | None, int]] = {
     "bert": (lambda: build("Bert", SEQUENCE), None, 3),
-    "roberta": (lambda: build("Roberta", SEQUENCE), None, 3),
     "llama": (lambda: build("Llama", SEQUENCE, pad_token_id=0), None, 3),
     "gpt2": (lambda: build("GPT2", SEQUENCE, bos_token_id=0, eos_token_id=1), None, 1),
     "t5": (lambda: build("T5", SEQUENCE), 1, 3),
     "bart": (lambda: build("Bart", SEQUENCE), 2, 3),
 }
 ZERO_ROWS = {"llama"}  # models whose padding token has no input, so that it would leave no trace
-ADAPTED = {"bert": ["query", "value"], "llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"]}
+ADAPTED = {"bert": ["query", "value"], "llama": ["q_proj", "v_proj"]}
 
 
 def subspace() -> SubspaceWords:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,64 +66,55 @@ def gate_lines(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "gate"]
 
 
-class Blind(BagOfWords):
-    """Names no word, as an attack does that is broken or was not made for what it reads."""
+class Scripted(BagOfWords):
+    """Names as many words of a step, or of its control, as a script says, which may raise.
 
-    default_name = "blind"
+    Args:
+        script: is given the step, whether it is a control, and how many words there are.
+    """
+
+    default_name = "scripted"
     needs_control = True
 
-    def run(self, view: Any, query: Any = None) -> WordGuess:
-        super().run(view, query)
-        return WordGuess(torch.empty(0, dtype=torch.long), surface="input")
-
-
-class Partial(BagOfWords):
-    """Names parts of the words of the step itself, and of those of its control."""
-
-    default_name = "partial"
-    needs_control = True
-
-    def __init__(self, in_step: float, in_control: float) -> None:
+    def __init__(self, script: Callable[[int, bool, int], int]) -> None:
         super().__init__()
-        self.shares, self.newest, self.runs = (in_step, in_control), -1, 0
+        self.script, self.steps = script, list[int]()
 
     def run(self, view: Any, query: Any = None) -> WordGuess:
         types, step = super().run(view, query).types, view.gradients[-1].step
-        share = self.shares[step == self.newest]  # controls of a step come after it
-        self.newest, self.runs = step, self.runs + 1
-        return WordGuess(types[: int(share * len(types))], surface="input")
+        self.steps.append(step)  # controls of a step come after it
+        n = self.script(step, step in self.steps[:-1], len(types))
+        return WordGuess(types[:n], surface="input")
 
 
-class Late(BagOfWords):
-    """Has no result at the first step."""
+def blind() -> Scripted:
+    """Return an attack that is broken or was not made for what it reads."""
+    return Scripted(lambda *_: 0)
 
-    default_name = "late"
-    needs_control = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[int] = []
-
-    def run(self, view: Any, query: Any = None) -> WordGuess:
-        self.steps.append(view.gradients[-1].step)
-        if self.steps[-1] == 0:
-            raise NotYet("nothing is there")
-        return super().run(view, query)
+def partial(in_step: float, in_control: float) -> Scripted:
+    """Return an attack that names parts of the words of the step, and of those of its control."""
+    return Scripted(lambda _, is_control, n: int((in_control if is_control else in_step) * n))
 
 
 def test_no_control_is_made_where_there_is_no_number_yet(tmp_path: Path) -> None:
-    attack = Late()
+    def late(step: int, _: bool, n: int) -> int:
+        if step == 0:
+            raise NotYet("nothing is there")
+        return n
+
+    attack = Scripted(late)
     watch = watched(tmp_path, attack, steps=2)
     assert attack.steps == [0, 1, 1, 1, 1]  # words are few: three of step 1 are its controls
-    assert watch.latest["leakage/late/control"] == 1
+    assert watch.latest["leakage/scripted/control"] == 1
 
 
 def test_a_gate_is_unknown_without_a_control(tmp_path: Path) -> None:
-    gate = Threshold("leakage/blind/f1", at_most=0.5, action="warn")
+    gate = Threshold("leakage/scripted/f1", at_most=0.5, action="warn")
     batches = rows_of(3, 8, 4)
     make, given = tiny_gpt2, {"batches": batches, "gates": [gate]}
-    watch = check_undisturbed(tmp_path, Blind(), lambda: make(tied=False), **given)
-    assert watch.latest["leakage/blind/f1"] == watch.latest["leakage/blind/control"] == 0
+    watch = check_undisturbed(tmp_path, blind(), lambda: make(tied=False), **given)
+    assert watch.latest["leakage/scripted/f1"] == watch.latest["leakage/scripted/control"] == 0
     assert gate.fired is not None
     assert math.isnan(gate.fired.value)
     assert gate.fired.read == 0
@@ -132,11 +123,11 @@ def test_a_gate_is_unknown_without_a_control(tmp_path: Path) -> None:
     assert "0.00 of known words in the same step" in decision["why"]
 
 
-@pytest.mark.parametrize("metric", ["leakage/partial/f1", "leakage/worst/words"])
+@pytest.mark.parametrize("metric", ["leakage/scripted/f1", "leakage/worst/words"])
 def test_a_low_number_counts_as_its_share_of_the_control(tmp_path: Path, metric: str) -> None:
     gate = Threshold(metric, at_most=0.6)
-    watch = watched(tmp_path, Partial(0.34, 0.5), [gate], steps=1)
-    value, control = (watch.latest[f"leakage/partial/{name}"] for name in ("f1", "control"))
+    watch = watched(tmp_path, partial(0.34, 0.5), [gate], steps=1)
+    value, control = (watch.latest[f"leakage/scripted/{name}"] for name in ("f1", "control"))
     assert value < 0.6 < control < 1
     assert gate.fired is not None
     assert (gate.fired.read, gate.fired.value) == (value, pytest.approx(value / control))
@@ -147,19 +138,19 @@ def test_a_low_number_counts_as_its_share_of_the_control(tmp_path: Path, metric:
 
 def test_nothing_recovered_where_all_could_be_is_safe(tmp_path: Path) -> None:
     """As behind a defence: the words of the step itself alone are hidden."""
-    gate = Threshold("leakage/partial/f1", at_most=0.2)
-    watch = watched(tmp_path, Partial(0.0, 1.0), [gate], steps=1)
-    assert watch.latest["leakage/partial/control"] == 1
-    assert watch.latest["leakage/partial/f1"] == 0
+    gate = Threshold("leakage/scripted/f1", at_most=0.2)
+    watch = watched(tmp_path, partial(0.0, 1.0), [gate], steps=1)
+    assert watch.latest["leakage/scripted/control"] == 1
+    assert watch.latest["leakage/scripted/f1"] == 0
     assert gate.fired is None
 
 
 def test_a_low_number_of_an_attack_that_prefers_likely_texts_is_unknown(tmp_path: Path) -> None:
-    attack = Partial(0.0, 1.0)
+    attack = partial(0.0, 1.0)
     attack.prefers_likely_texts = True
-    gate = Threshold("leakage/partial/f1", at_most=0.2)
+    gate = Threshold("leakage/scripted/f1", at_most=0.2)
     watched(tmp_path, attack, [gate], steps=1)
-    assert attack.runs == 1
+    assert len(attack.steps) == 1
     assert gate.fired is not None
     assert gate.fired.read == 0
     assert math.isnan(gate.fired.value)
@@ -169,7 +160,7 @@ def test_a_low_number_of_an_attack_that_prefers_likely_texts_is_unknown(tmp_path
 def test_of_two_that_read_the_same_the_one_with_a_control_counts(tmp_path: Path) -> None:
     for at_most, value in ((0.999, 1), (1.0, None)):
         gate = Threshold("leakage/worst/words", at_most=at_most)
-        watched(tmp_path / str(at_most), [Blind(), BagOfWords()], [gate])
+        watched(tmp_path / str(at_most), [blind(), BagOfWords()], [gate])
         assert (gate.fired and gate.fired.value) == value
 
 
@@ -192,25 +183,6 @@ def test_a_batch_larger_than_an_attack_can_hold_is_low_by_aggregation(tmp_path: 
     assert gate.fired is None
 
 
-class Holding(BagOfWords):
-    """Names the words of a step that has few types, and no word of a larger one."""
-
-    default_name = "holding"
-    needs_control = True
-
-    def __init__(self, holds: int, says: float | None) -> None:
-        super().__init__()
-        self.holds, self.says = holds, says
-
-    def n_distinct(self, anatomy: Any) -> float | None:
-        return self.says
-
-    def run(self, view: Any, query: Any = None) -> WordGuess:
-        guess = super().run(view, query)
-        fits = len(guess.types) <= self.holds
-        return guess if fits else WordGuess(guess.types[:0], surface="input")
-
-
 def played_steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the steps at which controls are made."""
     played: list[int] = []
@@ -231,31 +203,15 @@ def test_a_part_of_a_control_shows_that_a_batch_has_too_many_words(
     tmp_path: Path, holds: int, says: float | None, part: float | None
 ) -> None:
     """128 labels; the attack says how many words it can distinguish, and holds that many or not."""
-    attack = Holding(holds, says)
-    gate = Threshold("leakage/holding/f1", at_most=0.5)
+    attack = Scripted(lambda _, __, n: n if n <= holds else 0)
+    attack.n_distinct = lambda anatomy: says  # type: ignore[method-assign]
+    gate = Threshold("leakage/scripted/f1", at_most=0.5)
     watch = watched(
         tmp_path, attack, [gate], model=still_gpt2(tied=False), rows=8, length=17, steps=1
     )
-    [line] = watch.lines("holding")
+    [line] = watch.lines("scripted")
     assert line["metrics"].get("f1_of_a_part", {}).get("value") == part
     assert (gate.fired is None) == (part == 1)
-
-
-class Refusing(BagOfWords):
-    """Has a low number at some steps, and no result at the others."""
-
-    default_name = "refusing"
-    needs_control = True
-
-    def __init__(self, *steps: int) -> None:
-        super().__init__()
-        self.steps = steps
-
-    def run(self, view: Any, query: Any = None) -> WordGuess:
-        if view.gradients[-1].step not in self.steps:
-            raise Inapplicable("too many rows")
-        types = super().run(view, query).types
-        return WordGuess(types[: len(types) // 3], surface="input")
 
 
 @pytest.mark.parametrize(
@@ -269,33 +225,32 @@ class Refusing(BagOfWords):
 def test_after_its_first_control_an_attack_without_a_result_needs_none(
     results: list[int], controls: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refuse(step: int, _: bool, n: int) -> int:
+        if step not in results:
+            raise Inapplicable("too many rows")
+        return n // 3
+
     played = played_steps(monkeypatch)
-    watch = watched(tmp_path, Refusing(*results), steps=6)
+    watch = watched(tmp_path, Scripted(refuse), steps=6)
     assert played == controls
-    assert math.isnan(watch.latest["leakage/refusing/f1"])
+    assert math.isnan(watch.latest["leakage/scripted/f1"])
 
 
-class Raising(Partial):
-    """Names no word of a step, and fails on its control."""
-
-    default_name = "blind"
-
-    def run(self, view: Any, query: Any = None) -> WordGuess:
-        if view.gradients[-1].step == self.newest:
-            raise Inapplicable("it does no better than random")
-        return super().run(view, query)
-
-
-@pytest.mark.parametrize(("attack", "control"), [(Blind(), 0), (Raising(0.0, 0.0), None)])
+@pytest.mark.parametrize("control", [0, None], ids=["low", "none"])
 def test_an_attack_that_fails_on_its_controls_gets_them_ever_more_rarely(
-    attack: Attack, control: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    control: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played = played_steps(monkeypatch)
-    gate = Threshold("leakage/blind/f1", at_most=0.5, action="warn")
+    def fail(_: int, is_control: bool, n: int) -> int:
+        if is_control and control is None:
+            raise Inapplicable("it does no better than random")
+        return 0
+
+    attack, played = Scripted(fail), played_steps(monkeypatch)
+    gate = Threshold("leakage/scripted/f1", at_most=0.5, action="warn")
     watch = watched(tmp_path, attack, [gate], steps=16)
     assert played == [0, 2, 6, 14]
     assert len(gate_lines(tmp_path)) == 16  # the looks between are unknown too
-    assert watch.latest.get("leakage/blind/control") == control
+    assert watch.latest.get("leakage/scripted/control") == control
 
 
 class Noisy(SubspaceWords):
@@ -326,11 +281,11 @@ def test_a_control_is_kept_until_a_number_falls_and_over_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played = played_steps(monkeypatch)
-    watch = watched(tmp_path, Partial(1.0, 1.0), rows=2, steps=5)
+    watch = watched(tmp_path, partial(1.0, 1.0), rows=2, steps=5)
     assert played == [0]
-    again = watched(tmp_path, Partial(1.0, 1.0), rows=2, steps=2, state=watch.state_dict())
+    again = watched(tmp_path, partial(1.0, 1.0), rows=2, steps=2, state=watch.state_dict())
     [control] = again.engine.results.controls.values()
-    assert control.rates["f1"] == again.latest["leakage/partial/control"] == 1
+    assert control.rates["f1"] == again.latest["leakage/scripted/control"] == 1
 
 
 def test_training_is_bit_identical_with_a_control_in_every_step(
@@ -400,9 +355,9 @@ def test_light_labels_that_linear_programs_read_are_not_low(tmp_path: Path) -> N
 
 
 def test_the_table_and_the_report_of_a_run_have_its_controls(tmp_path: Path) -> None:
-    watch = watched(tmp_path, Partial(0.34, 0.5))
-    control = watch.latest["leakage/partial/control"]
-    assert "leakage/partial/control" in watch.engine.metric_names()
+    watch = watched(tmp_path, partial(0.34, 0.5))
+    control = watch.latest["leakage/scripted/control"]
+    assert "leakage/scripted/control" in watch.engine.metric_names()
     table = watch.to_dataframe()
     assert table[table.metric == "f1_of_control"].value.tolist()[-1] == control
     [attack] = findings(read([tmp_path])).runs[0].attacks

@@ -180,19 +180,6 @@ def test_an_encoder_is_attacked_by_descent(tmp_path):
 # ---- how guesses are scored ---------------------------------------------------------------------
 
 
-def test_rates_are_those_of_the_guess(tmp_path):
-    watch = watched(tmp_path, Recording(), n=4)
-    ids = next(iter(random_token_loader(4)))["input_ids"]
-    expected = reconstruction_rates(sentence_scores(torch.full_like(ids, 5), ids), resamples=200)
-    for name in TextsChannel.metrics:
-        assert watch.latest[f"leakage/recording/{name}"] == expected[name].value
-        high = watch.latest[f"leakage/recording/{name}_high"]
-        assert high == pytest.approx(expected[name].high)
-    assert watch.latest["leakage/recording/finished"] == 1
-    [line] = watch.lines()
-    assert (line["n"], line["stage"]) == (4, "shared")
-
-
 def crash(hidden):
     raise KeyError("a secret word")
 

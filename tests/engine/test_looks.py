@@ -7,7 +7,6 @@ import math
 import re
 import stat
 import warnings
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -76,12 +75,12 @@ class Listing(Probe):
 
 
 class Lost(Probe):
-    """Cannot follow the model."""
+    """Cannot follow the model, for which there is no memory."""
 
     default_name = "lost"
 
     def refresh(self, anatomy: Any, step: int) -> None:
-        raise RuntimeError
+        raise MemoryError
 
 
 # ---- values -------------------------------------------------------------------------------------
@@ -213,22 +212,11 @@ def test_steps_that_share_nothing_are_passed_over_and_then_unknown(tmp_path: Pat
     assert math.isnan(watch.latest[F1])
 
 
-CONTRADICTIONS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "a mask where 1 is padding": lambda ids, labels, mask: (ids, labels, 1 - mask),
-    "a mask of zeros, without labels": lambda ids, _, mask: (ids, None, torch.zeros_like(mask)),
-    "ids outside the vocabulary": lambda ids, _, mask: (ids + 87654321, None, mask),
-    "labels outside the vocabulary": lambda ids, labels, mask: (
-        ids, labels.masked_fill(labels >= 0, 87654321), mask,
-    ),
-}  # fmt: skip
-"""Batches that cannot be the ones that the model was trained on."""
+def test_a_batch_that_contradicts_itself_is_unknown(tmp_path: Path) -> None:
+    """It cannot be the one that the model was trained on."""
 
-
-@pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_a_batch_that_contradicts_itself_is_unknown(tmp_path: Path, case: str) -> None:
     def adapter(batch: Any) -> TokenBatch:
-        columns = (batch[name] for name in ("input_ids", "labels", "attention_mask"))
-        return TokenBatch(*CONTRADICTIONS[case](*columns), "causal")
+        return TokenBatch(batch["input_ids"] + 87654321, None, batch["attention_mask"], "causal")
 
     batches = random_token_loader(8, padded=True)
     with pytest.warns(UserWarning, match=r"the batch could not be read: .*adapter"):
@@ -285,7 +273,6 @@ class HeadAndBias(Probe):
         ([Probe(), Probe()], {}, ValueError, "'probe' is that of two attacks"),
         (Probe(name="a/b"), {}, ValueError, "has more than letters"),
         (Probe(), {"max_overhead": 0.1, "every_n_steps": 5}, ValueError, "not both"),
-        (Probe(), {"max_overhead": 0.0}, ValueError, "max_overhead must be"),
         (Probe(), {"client": "node"}, ValueError, "client must be"),
         (Probe(), {"look_seconds": 0}, ValueError, "look_seconds must be"),
         (Probe(name="worst"), {}, ValueError, "the name 'worst' is"),

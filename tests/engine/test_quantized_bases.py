@@ -83,17 +83,11 @@ def torchao(folder: Path, **options: Any) -> nn.Module:
 
 
 BASES: dict[str, Any] = {
-    "nf4": (nf4, SINGLE),
     "nf4, double, checkpointing": (nf4_ready, SINGLE),
-    "nf4, all layers, dropout": (
-        nf4,
-        replace(SINGLE, target_modules="all-linear", lora_dropout=0.1),
-    ),
     "nf4, bf16 head and embeddings trained": (
         lambda folder: nf4(folder, compute=torch.bfloat16, **HALF),
         replace(SINGLE, modules_to_save=["embed_tokens", "lm_head"]),
     ),
-    "int8": (int8, SINGLE),
     "int8, bf16, all layers": (
         lambda folder: int8(folder, **HALF),
         replace(SINGLE, target_modules="all-linear"),
@@ -193,8 +187,7 @@ def test_training_is_the_same_to_the_last_bit_and_words_are_read(folder, tmp_pat
     watched, lines = looked(tmp_path, adapted(make(folder), config))
     assert watched.steps == alone.steps
     check_equal(dict(contents(alone.model)), dict(contents(watched.model)))
-    if not config.lora_dropout:
-        assert min(values(lines, "subspace_words", "f1")) >= 0.99
+    assert min(values(lines, "subspace_words", "f1")) >= 0.99
     assert min(values(lines, "gradient_membership", "auc")) == 1
     assert len(values(lines, "subspace_words", "f1")) == STEPS - 1  # the first has no gradient
     if config.modules_to_save:

@@ -52,26 +52,13 @@ def look(folder: Path, attacks: Any, model: nn.Module, **settings: Any) -> Any:
         return watched(folder, attacks, model, **given)
 
 
-CASES: dict[str, tuple[dict[str, Any], Any]] = {
-    "whole": ({}, None),
-    "dropout in bf16-mixed": ({"precision": "bf16-mixed"}, {**LORA, "lora_dropout": 0.1}),
-    "accumulation": ({"accumulate": 2}, LORA),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_training_is_bit_identical(case: str, tmp_path: Path) -> None:
-    settings, lora = CASES[case]
-    attacks = [words(), SubspaceMembership(PUBLIC)]
-    attacks += [SubspaceTexts()] if case == "whole" else []
+def test_training_is_bit_identical(tmp_path: Path) -> None:
+    attacks = [words(), SubspaceMembership(PUBLIC), SubspaceTexts()]
     given = {"batches": list(random_token_loader(**LOADER)), "games": Games(targets=2)}
-    given |= {"optimizer": "adamw", **settings}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        watch = check_undisturbed(tmp_path, attacks, lambda: model_of(lora=lora), **given)
-    assert watch.looks == 4 // settings.get("accumulate", 1)
-    if case == "accumulation":
-        assert watch.latest[f"{NAME}/f1"] > 0.9
+        watch = check_undisturbed(tmp_path, attacks, model_of, optimizer="adamw", **given)
+    assert watch.looks == 4
 
 
 @pytest.mark.parametrize("family", [llama, gpt2, bert])

@@ -44,9 +44,9 @@ class Handler:
 HANDLERS = [stop, Handler().stop, Handler(), partial(lambda a, *rest: stop(*rest), 1)]
 
 
-@pytest.fixture(params=HANDLERS, ids=["function", "method", "object", "partial"])
+@pytest.fixture
 def _handled(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = signal.signal(NUMBER, request.param)
+    before = signal.signal(NUMBER, getattr(request, "param", stop))
     yield
     signal.signal(NUMBER, before)
 
@@ -73,6 +73,9 @@ def own_error() -> None:
     raise TimeLimit("of the attack itself")
 
 
+@pytest.mark.parametrize(
+    "_handled", HANDLERS, ids=["function", "method", "object", "partial"], indirect=True
+)
 @pytest.mark.usefixtures("_handled")
 def test_it_leaves_the_look_of_a_loop_and_the_state_is_put_back(tmp_path: Path) -> None:
     expected: list[torch.Tensor] = []  # of the last step before its optimizer steps

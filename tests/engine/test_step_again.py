@@ -22,8 +22,8 @@ from lightning_fedleak.engine import GateEvent
 from lightning_fedleak.engine.results import UNEXPLAINED
 from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.trainers import Threshold
-from tests.helpers.loops import model_loss, train, watched
-from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_llama, tiny_t5
+from tests.helpers.loops import model_loss, watched
+from tests.helpers.models import own_rng, tiny_llama
 
 STEPS, VOCAB = 2, 60
 HIGHEST = 0.5
@@ -79,12 +79,6 @@ def to_int8(gradient: Tensor) -> Tensor:
     return (gradient / size).round() * size if size > 0 else gradient
 
 
-def noisy(gradient: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(int(gradient.abs().sum() * 1e6) % 1000)
-    noise = torch.randn(gradient.shape, generator=generator)
-    return gradient + 1e-3 * gradient.std() * noise
-
-
 def clip(gradient: Tensor) -> Tensor:
     size = float(gradient.abs().flatten().quantile(0.7))
     return gradient.clamp(-size, size)
@@ -93,11 +87,7 @@ def clip(gradient: Tensor) -> Tensor:
 CHANGES: dict[str, Change] = {
     "L2": lambda p, g: g + 1e-2 * p,
     "tiny L2": lambda p, g: g + 2e-7 * p,
-    "noise": lambda p, g: noisy(g),
-    "bfloat16": lambda p, g: g.bfloat16().float(),
     "int8": lambda p, g: to_int8(g),
-    "centralised": lambda p, g: g - g.mean(1, keepdim=True),
-    "top 10%": lambda p, g: g * (g.abs() >= g.abs().flatten().quantile(0.9)),
     "clipped by value": lambda p, g: clip(g),
 }
 
@@ -154,23 +144,17 @@ def test_a_low_number_of_a_changed_gradient_alone_is_unknown(tmp_path: Path, siz
         assert "before its gradient was changed" in fired[-1].why
 
 
-PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": lambda loss, squares: loss + PENALTY * squares,
-    "stacked": lambda loss, squares: torch.stack([loss, squares]) @ torch.tensor([1.0, PENALTY]),
-    "factor": lambda loss, squares: loss * (1 + PENALTY * squares / loss.detach()),
-    "where": lambda loss, squares: torch.where(torch.tensor(True), loss + PENALTY * squares, loss),
-}
-
-
-@pytest.mark.parametrize("form", [*PENALTIES, "autograd.grad"])
+@pytest.mark.parametrize("form", ["sum", "factor", "autograd.grad"])
 def test_a_penalty_hides_no_words_unseen(tmp_path: Path, form: str) -> None:
     gradients: list[Tensor] = []
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         own, squares = model_loss(model, batch), sum(p.square().sum() for p in trained(model))
+        relative = own / own.detach() if form == "factor" else 1.0
+        whole = own + relative * PENALTY * squares
         if form != "autograd.grad":
-            return PENALTIES[form](own, squares)
-        gradients[:] = torch.autograd.grad(own + PENALTY * squares, trained(model))
+            return whole
+        gradients[:] = torch.autograd.grad(whole, trained(model))
         return trained(model)[0].sum() * 0
 
     def take(model: nn.Module) -> None:
@@ -181,8 +165,7 @@ def test_a_penalty_hides_no_words_unseen(tmp_path: Path, form: str) -> None:
     assert looks[0][2] > 0.1
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("size", [0.02, 0.3])
+@pytest.mark.parametrize(("size", "own"), [(0.02, False), (0.3, True)])
 def test_noise_on_embeddings_hides_no_words_unseen(tmp_path: Path, size: float, own: bool) -> None:
     model = adapted()
     generator = torch.Generator().manual_seed(3) if own else None
@@ -233,27 +216,15 @@ def test_of_an_untouched_step_nothing_is_unexplained(tmp_path: Path, case: str) 
         assert looks[0][:2] == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("make", [partial(tiny_bert_mlm, d=40), tiny_t5])
-def test_smoothed_labels_that_became_likely_are_made_again(tmp_path, make) -> None:
-    """Such a label is neither the lowest nor the highest entry of its row."""
-    model = make(dropout=0.0)
-    ids = torch.randint(3, VOCAB, (2, 8), generator=torch.Generator().manual_seed(4))
-    more = {"decoder_input_ids": model._shift_right(ids)} if make is tiny_t5 else {}
-
-    def smoothed(model: nn.Module, batch: Any) -> Tensor:
-        logits = model(input_ids=ids, **more).logits.flatten(0, 1)
-        return functional.cross_entropy(logits, ids.flatten(), label_smoothing=0.1)
-
-    batches = [{"input_ids": ids, "labels": ids}]
-    settings: dict[str, Any] = {"loss": smoothed, "optimizer": "adamw", "lr": 1e-2}
-    train(None, None, model, batches=batches * 60, **settings)
-    watch = watched(tmp_path, SubspaceWords(capacity_seconds=0), model, batches=batches, **settings)
-    assert watch.engine.results.look_values[UNEXPLAINED] <= 1e-5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["words", "classes"])
-@pytest.mark.parametrize("penalty", [1e-8, 1e-3])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "penalty"),
+    [
+        (torch.float32, "words", 1e-8),
+        (torch.float32, "classes", 1e-3),
+        (torch.bfloat16, "words", 1e-3),
+        (torch.bfloat16, "classes", 1e-8),
+    ],
+)
 def test_what_fills_the_rows_of_other_words_is_no_rounding(tmp_path, dtype, kind, penalty) -> None:
     with own_rng(1):
         config = LlamaConfig(
@@ -312,8 +283,14 @@ def shaped(kind: str) -> Callable[[nn.Module, Any], Tensor]:
     return loss
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("kind", ["plain", "smoothed", "z-loss", "temperature", "entropy", "fused"])
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [
+        *(("32-true", kind) for kind in ("smoothed", "z-loss", "temperature", "fused")),
+        *(("bf16-true", kind) for kind in ("plain", "entropy")),
+        *(("bf16-mixed", kind) for kind in ("plain", "fused")),
+    ],
+)
 def test_a_step_comes_out_again_bit_by_bit(tmp_path, monkeypatch, precision, kind) -> None:
     """A change that is as small as bfloat16's rounding shows in a step of that precision too."""
     monkeypatch.setattr("tests.engine.test_step_again.HIGHEST", 0.0)  # the gate has its own tests

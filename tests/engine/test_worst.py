@@ -53,7 +53,6 @@ def channel_of(family: str) -> Any:
         ({A: read(0.3), B: NOT_MADE_FOR_IT}, True, {}, (0.3, None)),
         ({A: read(0.3), B: FAILED}, True, {}, (math.nan, 0.3)),
         ({A: FAILED, B: NOT_MADE_FOR_IT}, True, {}, (math.nan, None)),
-        ({A: NOT_MADE_FOR_IT, B: NOT_MADE_FOR_IT}, True, {}, (math.nan, None)),
         ({A: read(0.3), B: pending("not yet")}, True, {}, (None, 0.3)),
         ({A: not_shared(METRICS), B: not_shared(METRICS)}, True, {}, (math.nan, None)),
         ({A: not_shared(METRICS)}, False, {}, (0.0, None)),
@@ -62,13 +61,10 @@ def channel_of(family: str) -> Any:
         # Unless another one recovers all, or is certain that nothing is missing.
         ({A: read(1.0), B: FAILED}, True, {}, (1.0, None)),
         ({A: read(0.9, certified=1.0), B: FAILED}, True, {}, (0.9, None)),
-        ({A: read(1.0), B: pending("not yet")}, True, {}, (1.0, None)),
         # One that applies is not run for want of text: unknown, unless another is certain.
         ({A: read(0.3), B: read(0.7)}, True, UNTESTED, (math.nan, 0.7)),
-        ({A: read(0.3), B: read(1.0)}, True, UNTESTED, (1.0, None)),
         ({A: read(0.3), B: read(0.9, certified=1.0)}, True, UNTESTED, (0.9, None)),
         ({A: read(0.3), B: read(0.9, certified=0.5)}, True, UNTESTED, (math.nan, 0.9)),
-        ({A: FAILED}, True, UNTESTED, (math.nan, None)),
         ({A: read(0.3)}, True, {"texts": "why"}, (0.3, None)),
     ],
 )

@@ -227,7 +227,6 @@ def test_plain_text_is_one_text_per_line(tmp_path: Path, packed: bool) -> None:
         ("a.csv", '\ufeffid,text\n1,"one, two"\n2,three; four\n'),
         ("a.CSV", 'id, text\n1,"one, two"\n\n2,three; four\n3\n'),
         ("a.json", '[{"id": 1, "text": "one, two"},\n {"id": 2, "text": "three; four"}]'),
-        ("a.json", '["one, two", "three; four"]'),
         ("a.json", '{"text": "one, two"}\n{"text": "three; four"}\n'),
         ("a.ndjson", '"one, two"\n\n"three; four"\n'),
     ],
@@ -413,10 +412,9 @@ def test_errors_of_names(source, message, tmp_path, monkeypatch) -> None:
     assert "Anna" not in str(error.value)
 
 
-@pytest.mark.parametrize("start", [b"PK\3\4", b"%PDF"])
-def test_a_document_that_is_no_text_is_named_with_what_to_do(start, tmp_path) -> None:
+def test_a_document_that_is_no_text_is_named_with_what_to_do(tmp_path) -> None:
     path = tmp_path / "letters.docx"
-    path.write_bytes(start + bytes(30))
+    path.write_bytes(b"PK\3\4" + bytes(30))
     with pytest.raises(
         SourceError, match=r"letters\.docx' is a document .*, not text: export it as"
     ):

@@ -49,6 +49,16 @@ def model_loss(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
+def one_step(
+    watch: Watch, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
+) -> None:
+    """Train on one batch within a step of a watch."""
+    with watch.step(batch):
+        model_loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def still_gpt2(**settings: Any) -> nn.Module:
     """Return a model without dropout, to be trained with a rate of 0."""
     return tiny_gpt2(**{"dropout": 0.0} | settings)

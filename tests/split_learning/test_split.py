@@ -285,14 +285,10 @@ llama = partial(tiny_llama, layers=3)
 CASES = {
     "gpt2": Case(partial(gpt2, tied=False), 1, "server"),
     "gpt2 tied, U": Case(gpt2, 2, "client"),
-    "llama": Case(llama, 2, "server"),
-    "llama, U": Case(llama, 1, "client"),
     "llama, embeddings only": Case(llama, 0, "server"),
     "llama, head only": Case(llama, 3, "server"),
     "llama bf16": Case(llama, 1, "server", torch.bfloat16),
-    "gpt2 bf16, U": Case(gpt2, 0, "client", torch.bfloat16),
     "bert": Case(partial(tiny_bert_classifier, dropout=0.0), 1, "server"),
-    "bert, U": Case(partial(tiny_bert_classifier, dropout=0.0), 1, "client"),
 }
 
 

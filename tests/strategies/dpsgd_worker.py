@@ -18,8 +18,8 @@ def agree(module: torch.nn.Module) -> bool:
     return ranks_agree(list(module.parameters()))
 
 
-def exact(tied: bool, precision: str, most: int | None = None) -> dict[str, Any]:
-    module = CausalLM(tiny_gpt2(tied=tied, dropout=0.0).train())
+def exact(precision: str, most: int | None = None) -> dict[str, Any]:
+    module = CausalLM(tiny_gpt2(dropout=0.0).train())
     defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, max_physical_batch_size=most)
     look = looked(defense, module, BATCH, name="ddp", devices=2, max_epochs=1, precision=precision)
     sizes = [len(batch["labels"]) for batch in look.batches]
@@ -70,10 +70,9 @@ def rare() -> dict[str, Any]:
 
 CASES = Cases(
     {
-        "exact tied 32": lambda _: exact(True, "32-true"),
-        "exact untied 32": lambda _: exact(False, "32-true"),
-        "exact pieces": lambda _: exact(True, "32-true", most=3),
-        "exact tied bf16": lambda _: exact(True, "bf16-mixed"),
+        "exact tied 32": lambda _: exact("32-true"),
+        "exact pieces": lambda _: exact("32-true", most=3),
+        "exact tied bf16": lambda _: exact("bf16-mixed"),
         "noise local": lambda _: noise("local"),
         "noise central": lambda _: noise("central"),
         "rare": lambda _: rare(),

@@ -37,7 +37,7 @@ from lightning_fedleak.defenses.processes import local_part
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.cases import gathered
-from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2, tiny_llama, tiny_mixtral
+from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama, tiny_mixtral
 from tests.helpers.sharded import whole
 from tests.strategies.ddp_worker import ranks_agree
 from tests.strategies.dpsgd_runs import CLIP, CLIPS, CausalLM, clipped_sum, loader, lora, trainer
@@ -56,7 +56,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2 tied": gpt2,
     "gpt2 untied": lambda: gpt2(tied=False),
     "llama": lambda: tiny_llama().train(),
-    "bert": lambda: tiny_bert_mlm(dropout=0.0).train(),
     "lora": lora,
     "experts": lambda: tiny_mixtral("grouped_mm").train(),
 }
@@ -69,7 +68,6 @@ class LM(CausalLM):
 
     def __init__(self, model: nn.Module | None = None, lr: float = 0.05) -> None:
         super().__init__(gpt2() if model is None else model, lr)
-        self.causal = "ForMaskedLM" not in type(self.model).__name__
         self.gather = False
         self.kind: type[Optimizer] = torch.optim.SGD
 
@@ -83,7 +81,7 @@ class LM(CausalLM):
             # A form of which it is not seen that it keeps samples apart.
             chosen = logits.log_softmax(2).gather(2, batch["input_ids"][..., None])
             return -chosen.mean()
-        return mean_of_sample_means(logits, batch["labels"], causal=self.causal)
+        return mean_of_sample_means(logits, batch["labels"], causal=True)
 
     def configure_optimizers(self) -> Optimizer:
         trained = [p for p in self.parameters() if p.requires_grad]

@@ -69,7 +69,6 @@ def test_all_ranks_are_one_client(ranks) -> None:
     ("name", "most"),
     [
         ("exact tied 32", 1e-6),
-        ("exact untied 32", 1e-6),
         ("exact pieces", 1e-6),
         ("exact tied bf16", 2e-2),
     ],

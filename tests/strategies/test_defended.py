@@ -61,10 +61,8 @@ def choice(strategy: str | Strategy, **settings) -> dict[str, object]:
     "settings",
     [
         {},
-        {"devices": "auto"},
         {"devices": 2},
         {"devices": 2, "num_nodes": 3},
-        {"num_nodes": 2},
         {"devices": 2, "precision": "bf16-mixed", "sync_batchnorm": True},
     ],
     ids=str,
@@ -124,13 +122,11 @@ class OwnWrapping(DDPStrategy):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: DefendedStrategy("deepspeed"), r"'deepspeed' is not supported\. Pass 'auto'"),
         (lambda: DefendedStrategy("fsdp"), r"'fsdp' is not supported\. Pass 'auto'"),
         (lambda: DefendedStrategy("nonsense"), r"'nonsense' is not supported\. Pass 'auto'"),
         (lambda: DefendedStrategy(FSDPStrategy()), "FSDPStrategy is not supported.* Pass"),
         (lambda: DefendedStrategy(ModelParallelStrategy()), r"FSDP2.*client='world'"),
         (lambda: DefendedStrategy(DefendedStrategy("ddp")), "already defended"),
-        (lambda: DefendedStrategy(DefendedStrategy()), "already defended"),
         (
             lambda: DefendedStrategy(client="company"),
             r"client must be 'rank' or 'world'.*got 'company'",

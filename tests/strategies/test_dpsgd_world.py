@@ -10,7 +10,7 @@ from tests.helpers.cases import of
 from tests.helpers.processes import Found, launched
 
 pytestmark = [pytest.mark.slow, pytest.mark.ddp]
-MODELS = ("gpt2 tied", "gpt2 untied", "llama", "bert", "lora", "experts", "one by one")
+MODELS = ("gpt2 tied", "gpt2 untied", "llama", "lora", "experts", "one by one")
 SHARDED = ("own model", "whole module", "leaves", "checkpointed", "replicated")
 BOTH = ("ddp", "fsdp2")
 EXACT = [

@@ -279,9 +279,7 @@ def test_canaries_are_asked_before_each_defence_acts_on_what_it_is_about_to_get(
 CASES = {
     "fp32": {},
     "bf16-mixed": {"precision": "bf16-mixed"},
-    "bf16-true": {"precision": "bf16-true"},
     "accumulation": {"accumulate_grad_batches": 2},
-    "clipping": {"gradient_clip_val": 0.05},
     "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
 }
 

@@ -11,13 +11,10 @@ from torch import nn
 from lightning_fedleak.model.taps.gradients import before_real_step, check_optimizer
 
 OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.1),
     "nesterov, foreach": lambda p: torch.optim.SGD(
         p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=True
     ),
-    "adamw": lambda p: torch.optim.AdamW(p, 0.01),
     "adam, fused": lambda p: torch.optim.Adam(p, 0.01, fused=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
 }
 
 

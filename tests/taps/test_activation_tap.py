@@ -155,19 +155,6 @@ def test_a_check_of_the_graph_before_the_backward_leaves_no_record(inside: bool 
     torch.testing.assert_close(tap.gradients(1)[0], gradient, rtol=1e-4, atol=1e-8)
 
 
-def test_forwards_without_gradient_leave_no_record() -> None:
-    model = models.tiny_gpt2().train()
-    tap = ActivationTap(find_anatomy(model), [1])
-    tap.arm()
-    with torch.no_grad():
-        model(**batch())
-    with torch.inference_mode():
-        model(**batch())
-    assert tap.states(1) == ()
-    step(model, batch())
-    assert len(tap.states(1)) == 1
-
-
 def test_a_look_ends_and_the_next_begins_empty() -> None:
     model = models.tiny_gpt2().train()
     tap = ActivationTap(find_anatomy(model), [1])

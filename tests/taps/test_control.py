@@ -37,7 +37,7 @@ from lightning_fedleak.model.taps.last_states import (
 )
 from lightning_fedleak.model.taps.rounds import plain_call
 from lightning_fedleak.model.taps.step import ModelCall
-from lightning_fedleak.model.taps.tokens import Text, compressed_bytes, texts_in, token_log_probs
+from lightning_fedleak.model.taps.tokens import Text, compressed_bytes, token_log_probs
 from lightning_fedleak.trainers import Watch
 from tests.callbacks.runs import Probe, fit, monitor_with
 from tests.helpers.models import tiny_gpt2
@@ -78,8 +78,13 @@ def check_gradient(model: nn.Module, reads: list[taps.ModelCall], tolerance: flo
         assert error < tolerance * largest, (name, error, largest)
 
 
-@pytest.mark.parametrize("loss", SHAPED)
-@pytest.mark.parametrize("family", [name for name in CAUSAL if "bf16" not in name])
+@pytest.mark.parametrize(
+    ("family", "loss"),
+    [
+        *(("llama", loss) for loss in SHAPED),
+        *((name, "micro-batches") for name in CAUSAL if "bf16" not in name and name != "llama"),
+    ],
+)
 def test_the_gradient_of_the_same_words_is_that_of_the_step(family: str, loss: str) -> None:
     model = CAUSAL[family]().train()
     with torch.no_grad():  # LoRA's B, so that A has a gradient
@@ -304,7 +309,7 @@ def test_hooks_on_parameters_and_the_users_own_do_not_run() -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("loss", ["plain", "padded", "micro-batches"])
+@pytest.mark.parametrize("loss", ["padded", "micro-batches"])
 @pytest.mark.parametrize("family", [name for name in CAUSAL if "bf16" not in name])
 def test_what_crosses_the_split_is_that_of_the_step(family: str, loss: str, layer: int) -> None:
     model = CAUSAL[family]().train()
@@ -500,30 +505,6 @@ def test_soft_targets_of_a_fused_loss_are_unknown() -> None:
     assert read.batch.soft_labels
 
 
-def test_labels_that_are_not_the_next_ids_are_searched() -> None:
-    """Neither the ids nor a batch shows them; every row is searched."""
-    labels = IDS.flip(0)
-
-    def loss(model: Any) -> Tensor:
-        logits = model(input_ids=IDS).logits[:, :-1].float()
-        return functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-
-    [read] = read_fused(llama(), loss)
-    assert torch.equal(read.batch.labels[:, 1:], labels[:, 1:])
-
-
-def test_calls_without_a_graph_are_no_calls_of_the_step() -> None:
-    """A reference model's, generation's: under ``no_grad``."""
-
-    def loss(model: Any) -> Tensor:
-        with torch.no_grad():
-            model(input_ids=IDS.flip(0))
-        return HARD["plain"][0](model)
-
-    [read] = read_fused(llama(), loss)
-    assert torch.equal(read.batch.input_ids, IDS)
-
-
 def trained_gpt2() -> nn.Module:
     """Return a model whose predictions are far from uniform, so that a temperature matters."""
     torch.manual_seed(0)
@@ -576,7 +557,7 @@ def rows(draw: st.DrawFn) -> tuple[Tensor, Tensor, _HeadMap, Tensor, Tensor]:
 
 
 @given(rows(), st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_rows_of_any_loss(case, are_given) -> None:
     states, gradient, head, labels, weights = case
     read = read_states(states, gradient, head, [labels] if are_given else [])
@@ -616,7 +597,7 @@ def test_a_label_whose_row_of_the_head_is_zero(cap: float | None) -> None:
 
 
 @given(rows(), st.integers(0, 2**20))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_a_false_label_is_not_believed(case, seed) -> None:
     states, gradient, head, labels, _ = case
     generator = torch.Generator().manual_seed(seed)
@@ -772,14 +753,6 @@ def test_virtual_tokens_before_a_text_are_not_asked_about(model: GPT2LMHeadModel
             log_p = logits[5 + place].double().log_softmax(0)
             expected = float(log_p[text.ids[place + 1]])
             assert float(snapshot.log_probs[row, place]) == pytest.approx(expected, abs=2e-5)
-
-
-def test_texts_packed_into_a_row_come_apart() -> None:
-    ids = torch.arange(10, 18)[None]
-    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
-    texts = texts_in(TokenBatch(ids, ids, None, "causal", positions))
-    assert [text.ids.tolist() for text in texts] == [[10, 11, 12], [13, 14], [15, 16, 17]]
-    assert [text.n_labels for text in texts] == [2, 1, 2]
 
 
 def test_compressed_bytes_are_of_the_words() -> None:

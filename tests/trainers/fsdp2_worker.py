@@ -14,10 +14,9 @@ from unittest.mock import patch
 
 os.environ |= {"RANK": os.environ["LOCAL_RANK"], "ACCELERATE_USE_CPU": "true"}
 
-import accelerate
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from torch import Tensor, distributed
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import init_device_mesh
@@ -262,40 +261,6 @@ def forget_accelerate() -> None:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
 
 
-@CASES.named("accelerate")
-def with_accelerate(folder: Path) -> dict[str, Any]:
-    runs = []
-    attack = words()
-    for attacks in (None, [attack]):
-        forget_accelerate()
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        )
-        accelerator = accelerate.Accelerator(
-            fsdp_plugin=plugin, gradient_accumulation_steps=2, mixed_precision="bf16"
-        )
-        model = model_of()
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-3))
-        assert isinstance(model, FSDPModule)
-        runs.append(
-            loop(
-                folder, model, attacks, optimizer=optimizer, accumulated=2,
-                around=lambda _, a=accelerator, m=model: a.accumulate(m),
-                backward=accelerator.backward,
-            )
-        )  # fmt: skip
-    (plain, _), (read, watch) = runs
-    assert watch is not None
-    name = "leakage/subspace_words"
-    return {
-        "same": same(plain, read),
-        "f1": watch.latest[f"{name}/f1"],
-        "control": watch.latest[f"{name}/control"],
-    }
-
-
 # ---- transformers' Trainer -------------------------------------------------------------------
 
 FSDP = {
@@ -344,10 +309,6 @@ TRAINERS: dict[str, Callable[[], dict[str, Any]]] = {
     "lora": lambda: {"model": model_of(lora=True)},
     "tied": lambda: {"model": model_of(tie_word_embeddings=True)},
     "accumulated": lambda: {"gradient_accumulation_steps": 2},
-    "reentrant": lambda: {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
     "not reentrant": lambda: {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
@@ -356,7 +317,6 @@ TRAINERS: dict[str, Callable[[], dict[str, Any]]] = {
     "evaluated": lambda: {
         "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "eval_dataset": rows(4),
     },
-    "bf16": lambda: {"bf16": True},
     "bf16 lora": lambda: {"bf16": True, "model": model_of(lora=True)},
 }  # fmt: skip
 

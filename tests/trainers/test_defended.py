@@ -74,13 +74,10 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("name", "settings", "most"),
     [
-        ("gpt2 tied", {}, 1e-6),
         ("llama", {"pieces": 2}, 1e-6),
-        ("lora", {}, 3e-6),  # processors differ in what they round off: 1.02e-6 was seen
         ("lora", {"bf16": True, "pieces": 3}, 2e-2),
-        ("dora", {"pieces": 3}, 3e-6),
+        ("dora", {"pieces": 3}, 3e-6),  # processors differ in what they round off
         ("experts", {}, 3e-6),
-        ("experts", {"bf16": True, "pieces": 2}, 2e-2),
         ("gpt2 tied", {"per_device_train_batch_size": 1}, 1e-6),
     ],
 )
@@ -104,7 +101,6 @@ def test_what_is_shared_is_the_clipped_sum(name, settings, most, tmp_path) -> No
 @pytest.mark.parametrize(
     ("name", "build"),
     [
-        ("llama", lambda: [DPSGD(CLIP, noise_multiplier=1.0, seed=3)]),
         ("gpt2 tied", lambda: [DPSGD(CLIP, 1.0, seed=3, max_physical_batch_size=2)]),
         ("dora", lambda: [DPSGD(CLIP, 1.0, seed=3)]),
         ("experts", lambda: [DPSGD(CLIP, 1.0, seed=3)]),

@@ -58,15 +58,9 @@ def test_what_is_not_tested_is_refused_with_what_to_do(ranks) -> None:
         assert "without ignored_params" in found["ignored"]
 
 
-def test_accelerate_shards_accumulates_and_casts(ranks) -> None:
-    for found in of(ranks, "accelerate"):
-        assert found["same"]
-        assert found["f1"] > 0.95 < found["control"]
-
-
 def test_words_of_both_processes_are_read_under_a_trainer(ranks) -> None:
     for found in of(ranks, "trainers"):
-        assert len(found) == 10
+        assert len(found) == 8
         for name, case in found.items():
             assert case.pop("lowest") > (0.95 if "bf16" in name else 0.999), name
             assert case == {"same": True, "distinct": True, "looks": 3, "f1": 1.0}, name

@@ -17,6 +17,7 @@ from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.report import findings, read
 from lightning_fedleak.trainers import LeakageCallback, Threshold, Watch
 from tests.callbacks.runs import Probe
+from tests.helpers.loops import one_step
 from tests.helpers.models import tiny_gpt2
 from tests.helpers.settings import QUIET, grouped
 from tests.trainers.test_watch import attacks, lines
@@ -130,10 +131,7 @@ def three_faces(folder: Path, make: Any, data: Any, played: Any, **settings: Any
         else:
             with Watch(model, optimizer, played(), folder=place, **grouped(settings)) as watch:
                 for batch in loader:
-                    with watch.step(batch):
-                        model(**batch).loss.backward()
-                        optimizer.step()
-                        optimizer.zero_grad()
+                    one_step(watch, model, optimizer, batch)
         runs.append((lines(place), [p.detach() for p in trained]))
     return runs
 
@@ -491,10 +489,7 @@ def in_a_loop(place: Path, at_most: float) -> float:
     with Watch(model, optimizer, played(), [gate], loader, **grouped(settings)) as watch:
         for _ in range(2):
             for batch in loader:
-                with watch.step(batch):
-                    model(**batch).loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                one_step(watch, model, optimizer, batch)
             with torch.no_grad():
                 batch = next(iter(DataLoader(EVALUATED, batch_size=8)))  # type: ignore[arg-type]
                 loss = float(model.eval()(**batch).loss)

@@ -105,7 +105,7 @@ def test_each_row_has_a_reference_that_never_saw_it(
         assert inside.sum(0).tolist() == [1] * (asked + rest)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.integers(0, 30),
     st.floats(0.25, 0.75),
@@ -170,7 +170,7 @@ def heard() -> Iterator[list[str]]:
         rank_zero.log.setLevel(level)
 
 
-@pytest.fixture(scope="module", params=["one", "halves", "four"])
+@pytest.fixture(scope="module", params=["one", "four"])
 def whole(request: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Return a fit beside references, which were trained on rows that are not asked, or halves."""
     folder = tmp_path_factory.mktemp("auto")
@@ -190,7 +190,7 @@ def whole(request: Any, tmp_path_factory: pytest.TempPathFactory) -> SimpleNames
 
 def test_beside_its_reference_members_are_told_better(whole: Any) -> None:
     without, beside = aucs(whole.folder)
-    assert beside >= without - (0.05 if whole.kind == "halves" else 0)  # 195 texts, two models
+    assert beside >= without
     assert without > 0.6
 
 
@@ -209,7 +209,6 @@ def test_setup_record_report_and_card_say_which_it_was(whole: Any) -> None:
     n = len(whole.data)
     said = {
         "one": f"a reference is trained on {n} rows, which are not asked about",
-        "halves": f"2 references are trained, one after the other, on halves of {2 * n} rows, too",
         "four": f"4 references are trained, one after the other, on halves of {2 * n} rows (",
     }
     [first] = [message for message in whole.messages if said[whole.kind] in message]
@@ -217,7 +216,7 @@ def test_setup_record_report_and_card_say_which_it_was(whole: Any) -> None:
     assert re.search(r"about [\d.]+ s a pass, 3 passes\)\. For that time a second model", first)
     assert any("training references took" in message for message in whole.messages)
     [pool] = of_kind(whole.folder, "pool")
-    models = {"one": 1, "halves": 2, "four": 4}[whole.kind]
+    models = {"one": 1, "four": 4}[whole.kind]
     assert pool["reference"].items() >= {"kind": "auto", "rows": n, "models": models}.items()
     words = f"trained by the run's recipe on {n} other rows"
     found = findings(read([whole.folder]))
@@ -348,11 +347,10 @@ def run_trainer(folder: Path, memorization: Memorization | None, **more: Any) ->
 @pytest.mark.parametrize(
     "more",
     [
-        {},
         {"bf16": True, "neftune_noise_alpha": 5.0, "num_train_epochs": 1},
         {"max_steps": 57, "gradient_accumulation_steps": 2},
     ],
-    ids=["epochs", "bf16", "steps"],
+    ids=["bf16", "steps"],
 )
 def test_a_second_trainer_leaves_the_first_as_it_was(more: dict[str, Any], tmp_path: Path) -> None:
     (plain, states), (watched, states_on) = (
@@ -369,7 +367,7 @@ def test_a_second_trainer_leaves_the_first_as_it_was(more: dict[str, Any], tmp_p
     ]
     assert losses[0] == losses[1] != []
     without, beside = aucs(tmp_path / "True" / "run")
-    assert beside >= without - (0.1 if more else 0)
+    assert beside >= without - 0.1
     [pool] = of_kind(tmp_path / "True" / "run", "pool")
     assert pool["reference"]["rows"] == 300
     folders = [tmp_path / on / "user" for on in ("False", "True")]
@@ -481,40 +479,27 @@ def test_a_function_that_writes_to_the_run_ends_it(tmp_path: Path) -> None:
         fit([monitor(tmp_path, BOTH, auto(reference))], model, halved())
 
 
-def test_a_function_that_returns_no_model_is_refused_by_what_it_returns(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\(reference='None'\) cannot be loaded as a GPT2LMHead"):
-        fit([monitor(tmp_path, BOTH, auto(lambda rows: None))], tiny(), halved())
-
-
 def test_a_model_a_folder_or_a_function_is_a_reference() -> None:
     assert Memorization(reference="auto").trains_reference
     assert Memorization(reference=lambda rows: None).trains_reference
-    for given_reference in (None, "folder", Path("folder"), nn.Linear(1, 1)):
+    for given_reference in (None, "runs/auto", Path("folder"), nn.Linear(1, 1)):
         assert not Memorization(reference=given_reference).trains_reference
     settings = WatchSettings(memorization=auto())
     assert "combined_reference" in [a.name for a in LeakageMonitor(settings=settings).attacks]
 
 
-@pytest.mark.parametrize("name", ["runs/auto", "bart", "gpt2", "model", "org/audio"])
-def test_other_names_are_those_of_folders(name: str) -> None:
-    assert not Memorization(reference=name).trains_reference
-
-
-@pytest.mark.parametrize("share", [1 / 16, 1 / 4, 1])
-def test_fewer_rows_than_members_make_a_weak_reference(share: float, tmp_path: Path) -> None:
+def test_fewer_rows_than_members_make_a_weak_reference(tmp_path: Path) -> None:
     data = halved()
-    count = round(share * len(data))
+    count = len(data) // 4
     gate = RiskGate("leakage/combined_reference/auc", at_most=0.99, action="warn")
     fit([monitor(tmp_path, BOTH, auto(reference_rows=count)), gate], data=data, max_epochs=1)
     values = lines(tmp_path, "combined_reference")[-1]["metrics"]
-    weak = share < 1
-    assert values["weak_reference"]["value"] == weak
-    assert (values["auc"]["high"] is None) == weak
+    assert values["weak_reference"]["value"]
+    assert values["auc"]["high"] is None
     assert values["auc"]["low"] is not None
-    assert (gate.fired is not None) == weak
-    if weak:
-        assert math.isnan(gate.fired.value)
-        assert "weak reference" in gate.fired.why
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value)
+    assert "weak reference" in gate.fired.why
 
 
 # ---- the copy ----------------------------------------------------------------------------------

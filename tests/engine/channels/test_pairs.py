@@ -14,7 +14,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from scipy.stats import mannwhitneyu
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from torch.nn import functional
@@ -23,14 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization import (
     Combined,
-    Extraction,
     PreferenceMargin,
-    PromptRatio,
-    ShortAnswers,
 )
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
-from lightning_fedleak.evaluation.metrics.released import membership_values
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import BatchError, TokenBatch
 from lightning_fedleak.model.pairs import PairBatch, RatedBatch, read_pairs
@@ -43,7 +38,7 @@ from lightning_fedleak.model.taps.tokens import (
     texts_in,
     token_log_probs,
 )
-from tests.engine.channels.test_memorization import SETTINGS, fit, lines, monitor, of_kind, tiny
+from tests.engine.channels.test_memorization import fit, lines, monitor, of_kind, tiny
 
 Row = dict[str, list[int]]
 Answer = tuple[Tensor, int]  # ids of prompt and answer, and how many are of the prompt
@@ -164,13 +159,6 @@ def test_trained_pairs_are_told_from_those_left_out(tmp_path: Path) -> None:
     assert last["auc"]["value"] == pytest.approx(roc_auc_score(sides, scores), abs=1e-6)
     assert last["auc"]["value"] > 0.8
     assert last["auc"]["low"] > 0.6
-    expected = membership_values(
-        torch.tensor(scores), torch.tensor(sides), look=4, alpha=SETTINGS.alpha
-    )
-    assert last["auc"]["low"] == pytest.approx(expected["auc_low"], abs=1e-6)
-    assert last["p_value"]["value"] == pytest.approx(expected["p_value"], abs=1e-6)
-    plain = mannwhitneyu(scores[:260], scores[260:], alternative="greater").pvalue
-    assert plain < 1e-6
     [pool] = of_kind(tmp_path, "pool")
     assert (pool["train"], pool["others"], pool["way"]) == (260, 140, "left out")
     for file in filter(Path.is_file, tmp_path.rglob("*")):  # none holds a token of a pair
@@ -180,11 +168,10 @@ def test_trained_pairs_are_told_from_those_left_out(tmp_path: Path) -> None:
             assert torch.tensor(ids).numpy().tobytes() not in content
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_nothing_is_found_where_nothing_was_trained(tmp_path: Path, seed: int) -> None:
+def test_nothing_is_found_where_nothing_was_trained(tmp_path: Path) -> None:
     """Weights that move by other pairs alone do not tell the pairs that are asked about."""
-    data, _ = leave_out(pairs(seed=seed), 140, seed=seed)
-    other = collate(pairs(8, seed=100 + seed))
+    data, _ = leave_out(pairs(), 140, seed=0)
+    other = collate(pairs(8, seed=100))
     fit(
         [watching(tmp_path)],
         Preferring(read=lambda batch: other),
@@ -197,9 +184,17 @@ def test_nothing_is_found_where_nothing_was_trained(tmp_path: Path, seed: int) -
     assert last["p_value"]["value"] > 0.05
 
 
-@pytest.mark.parametrize("form", ["apart", "adapter"])
-def test_other_forms_of_pairs_have_the_same_numbers(tmp_path: Path, form: str) -> None:
-    """ORPO's form, and one of the user's own that an adapter reads, are of the same pool."""
+def test_pairs_of_another_form_are_the_same_pairs() -> None:
+    """ORPO's form, each half as wide as it is."""
+    contents = []
+    for batch in (collate(pairs(7)), collate_apart(pairs(7))):
+        read = read_pairs(batch, "causal")
+        assert read is not None
+        contents.append([text.content for text in texts_in(read)])
+    assert contents[0] == contents[1]
+
+
+def test_a_form_that_an_adapter_reads_has_the_same_numbers(tmp_path: Path) -> None:
     data, _ = leave_out(pairs(), 140, seed=1)
 
     def tokens(batch: Any) -> PairBatch:
@@ -207,30 +202,19 @@ def test_other_forms_of_pairs_have_the_same_numbers(tmp_path: Path, form: str) -
         return PairBatch(ids, ids.masked_fill(marks == 0, -100), mask, "causal")
 
     def joined(batch: Any) -> dict[str, Tensor]:
-        if form == "adapter":
-            return dict(zip(collate(pairs(1)), batch["both"], strict=True))
-        read = read_pairs(batch, "causal")
-        assert read is not None
-        marks = (read.labels != -100).long()
-        return dict(
-            zip(collate(pairs(1)), (read.input_ids, read.attention_mask, marks), strict=True)
-        )
+        return dict(zip(collate(pairs(1)), batch["both"], strict=True))
 
-    forms: dict[str, Callable[[list[Row]], Any]] = {
-        "apart": collate_apart,
-        "adapter": lambda rows: {"both": [*collate(rows).values()]},
-    }
-    found = {}
-    for name, read, gather in (("plain", None, collate), (form, joined, forms[form])):
-        watch = monitor(
-            tmp_path / name,
-            [PreferenceMargin()],
-            Memorization(max_overhead=10, looks=()),
-            batch_adapter=tokens if name == "adapter" else None,
-        )
+    def both(rows: list[Row]) -> dict[str, Any]:
+        return {"both": [*collate(rows).values()]}
+
+    found = []
+    for name, read, gather in (("plain", None, collate), ("adapter", joined, both)):
+        adapter = tokens if name == "adapter" else None
+        memorization = Memorization(max_overhead=10, looks=())
+        watch = monitor(tmp_path / name, [PreferenceMargin()], memorization, batch_adapter=adapter)
         fit([watch], Preferring(read), data, collate_fn=gather, max_epochs=2)
-        found[name] = lines(tmp_path / name, "preference_margin")[-1]
-    first, second = found.values()
+        found.append(lines(tmp_path / name, "preference_margin")[-1])
+    first, second = found
     assert first["pool"] == second["pool"]
     assert second["metrics"]["auc"]["value"] == pytest.approx(
         first["metrics"]["auc"]["value"], abs=1e-3
@@ -253,9 +237,6 @@ def test_pairs_of_which_an_answer_stands_in_another_row_are_left_out(tmp_path: P
     ("attack", "more", "words"),
     [
         (Combined(), {}, "the rows are pairs of answers: PreferenceMargin"),
-        (ShortAnswers(), {}, "the rows are pairs of answers: PreferenceMargin"),
-        (Extraction(), {}, "the rows are pairs of answers: PreferenceMargin"),
-        (PromptRatio(), {}, "the rows are pairs of answers: PreferenceMargin"),
         (
             PreferenceMargin(),
             {"others": pairs(200, seed=5)},

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import binom
 from torch import Tensor
 from transformers import GenerationConfig
 
 from lightning_fedleak.attacks import UnusableObservation
 from lightning_fedleak.attacks.memorization import PolicyDrift, RewardGain
-from lightning_fedleak.evaluation.metrics.released import membership_values, spent_at
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import BatchError
 from lightning_fedleak.model.snapshots import Observation, ReleasedModel, TokenSnapshot
@@ -176,35 +174,6 @@ def test_rewards_are_weighed_as_the_trainer_weighs_them() -> None:
     assert RewardGain().score(released).tolist() == (rewards[1] - rewards[0]).tolist()
     part = released.rows(torch.tensor([3, 1]))
     assert RewardGain().score(part).tolist() == (rewards[1] - rewards[0])[[3, 1]].tolist()
-
-
-def test_memberships_that_are_dealt_at_random_are_reported_within_the_stated_rate() -> None:
-    """300 draws over scores of a changed model: heavy tails of drift, tied rewards."""
-    now, base = models()
-    rollouts = Rollouts(trainer_of(vowels))
-    examples = [{"prompt": chr(97 + n % 26) * (1 + n // 26)} for n in range(60)]
-    prompts = texts_in(rollouts.read(examples))
-    rollouts.keep(prompts)
-    written = [rollouts.write(find_anatomy(model), prompts, 3) for model in (base, now)]
-    answers = [token_log_probs(find_anatomy(model), written[0]) for model in (now, base)]
-    rewards = torch.stack([rollouts.reward(prompts, one) for one in written])
-    released = ReleasedModel(answers[0], answers[1], torch.ones(60), rewards=rewards)
-    generator = torch.Generator().manual_seed(0)
-    draws = [torch.randperm(60, generator=generator) < 30 for _ in range(300)]
-    for attack in (PolicyDrift(), RewardGain()):
-        scores, exact = attack.score(released), isinstance(attack, RewardGain)
-        assert (len(scores.unique()) < 20) == exact  # of 60
-        found = [membership_values(scores, dealt, exact=exact) for dealt in draws]
-        most = binom.ppf(1 - 1e-4, 300, spent_at(1) / 2)  # one side of the first look's share
-        assert sum(values["auc_low"] > 0.5 for values in found) <= most
-        lows = sum(values["p_value"] <= 0.05 for values in found)
-        assert lows <= binom.ppf(1 - 1e-4, 300, 0.05)
-        told = membership_values(scores, scores >= scores.median(), exact=exact)
-        assert told["auc_low"] > 0.5
-
-
-def vowels(completions: list[str], **_: Any) -> list[float]:
-    return [float(any(letter in "aeiou" for letter in text)) for text in completions]
 
 
 def released_with(rewards: Tensor | None) -> ReleasedModel:

@@ -1,8 +1,10 @@
 """The command line: help, errors, its form in fragments, what it shows and what it refuses."""
 
 import math
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -329,6 +331,28 @@ def test_work_takes_the_smaller_of_time_and_processor_time(passed, processor, se
         readings = iter([end - (passed if name == "perf_counter" else processor), end])
         monkeypatch.setattr(progress.time, name, lambda readings=readings: next(readings))
     assert progress.measure_seconds(lambda: None, torch.device("cpu")) == seconds
+
+
+PAUSED = """
+import sys, time
+from lightning_fedleak.progress import Stopwatch
+watch, begin = Stopwatch(), time.perf_counter()
+print("begun", flush=True)
+while time.perf_counter() - begin < 3:
+    time.sleep(0.01)
+print(watch.seconds, flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
+def test_a_stopped_process_spends_no_time() -> None:
+    child = subprocess.Popen([sys.executable, "-c", PAUSED], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "begun\n"
+    child.send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    child.send_signal(signal.SIGCONT)
+    assert float(child.communicate(timeout=60)[0]) < 1.5
 
 
 # Checks of arguments.

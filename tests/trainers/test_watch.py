@@ -1,6 +1,8 @@
 """A loop of one's own is watched as a Trainer is, and runs as it does without the watch."""
 
 import json
+import os
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ from lightning_fedleak.model.model_runs import hidden_states, undisturbed
 from lightning_fedleak.report import findings, read
 from lightning_fedleak.trainers import LeakageLimitExceeded, Threshold, Watch
 from tests.callbacks.runs import Probe
+from tests.helpers import loops
 from tests.helpers.loops import check_undisturbed, lines_of, one_step, watched
 from tests.helpers.models import own_rng, tiny_gpt2
 
@@ -429,3 +432,55 @@ def test_ids_go_to_the_only_argument_without_a_default() -> None:
     torch.testing.assert_close(states, model.transformer["wte"](ids).detach())
     with pytest.raises(ValueError, match="truncate texts to 12 tokens"):
         hidden_states(anatomy, 0, torch.zeros(1, LENGTH + 1, dtype=torch.long))
+
+
+# Memory that really runs out in a look: the attack is unknown, and training is as without us.
+
+
+LIMIT = 100 << 20  # bytes that the process may still take
+
+
+class Greedy(BagOfWords):
+    """Takes four times what there is, of torch or of Python."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+
+    def run(self, view: Any, query: Any = None) -> Any:
+        if self.name == "torch":
+            torch.ones(4 * LIMIT, dtype=torch.uint8)
+        else:
+            bytearray(4 * LIMIT)
+        return super().run(view, query)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS and /proc")
+def test_an_attack_without_memory_is_unknown(tmp_path: Path) -> None:
+    import resource
+
+    plain = loops.train(None, [], tiny_gpt2(tied=False), n=16).state
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        answer: dict[str, Any] = {}
+        try:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + LIMIT
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            attacks = [Greedy("torch"), Greedy("python"), BagOfWords()]
+            state = loops.train(tmp_path, attacks, tiny_gpt2(tied=False), n=16).state
+            answer["same"] = all(torch.equal(a, b) for a, b in zip(state, plain, strict=True))
+            answer["unknown"] = [line["unknown"] for line in loops.lines_of(tmp_path)]
+        except BaseException as error:
+            answer["raised"] = repr(error)
+        os.write(writer, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        answer = json.loads(pipe.read())
+    os.waitpid(child, 0)
+    assert answer.get("same"), answer
+    for torch_, python, known in zip(*[iter(answer["unknown"])] * 3, strict=True):
+        assert "RuntimeError at test_watch.py" in torch_
+        assert "MemoryError at test_watch.py" in python
+        assert known is None

@@ -337,11 +337,13 @@ class Controls:
             if self._anywhere(not step.written):
                 raise UnusableObservation("the tokens that a defence wrote were not recorded")
             step = replace(step, calls=step.written)
-        again = self._gradient(step, roles, {}).tensors
+        # Noise is bounded for every reader of the release, and so by all gradients in it.
+        sizes = look.sizes if step.noise_std else {}
+        again = self._gradient(step, tuple({**dict.fromkeys(roles), **sizes}), {}).tensors
         gradients = {role: view.tensors[role] for role in roles if role in view.tensors}
         if not any(bool(gradient.any()) for gradient in gradients.values()):
             return of_logits, {}
-        self._hidden.compare(gradients, again)
+        self._hidden.compare(sizes, again)
         share, remainder = remainder_of(gradients, again)
         so_far = look.training_step.unexplained
         look.training_step.unexplained = max(share, 0.0 if math.isnan(so_far) else so_far)

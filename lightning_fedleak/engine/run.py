@@ -138,15 +138,8 @@ class Run:
     def altered(self, **facts: Any) -> Self:
         """Return a copy of this run in which some facts are others."""
         run = copy(self)
-        run.set_facts(facts)
+        vars(run).update(facts)
         return run
-
-    def set_facts(self, facts: Mapping[str, object]) -> None:
-        """Set facts by their names; one that a host reads from its training loop is refused."""
-        for name, value in facts.items():
-            if not hasattr(self, name):
-                raise AttributeError(f"a run has no fact '{name}'")
-            setattr(self, name, value)
 
     @contextmanager
     def timed(self, attack: str) -> Iterator[None]:

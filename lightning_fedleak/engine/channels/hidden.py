@@ -99,7 +99,9 @@ class HiddenWords:
         """
         self._sizes = sizes
         made = {n: _norm({n: again[n]}) if n in again else 0.0 for n, size in sizes.items() if size}
-        self._scale = max([1.0, *(sizes[n] / size if size else math.inf for n, size in made.items())])
+        self._scale = max(
+            [1.0, *(sizes[n] / size if size else math.inf for n, size in made.items())]
+        )
 
     def bound(self, step: Step, noise_std: float, *, games: bool = False) -> float:
         """Return the highest F1 that any reader of a step's release can have; 1 without a bound.

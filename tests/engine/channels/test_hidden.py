@@ -159,7 +159,7 @@ class ScaledElsewhere(Tuned):
 
     def on_after_backward(self) -> None:
         for name, p in self.named_parameters():
-            if p.grad is not None and "lora_A" not in name:
+            if p.grad is not None and "layers.1" in name:
                 p.grad *= 1e4
 
 

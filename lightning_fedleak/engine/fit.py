@@ -31,7 +31,6 @@ from lightning_fedleak.defenses.dp_optimizers import OptimizerDP
 from lightning_fedleak.defenses.processes import reshard
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.engine.channels.exchange import Exchange
-from lightning_fedleak.engine.channels.hidden import gradient_sizes
 from lightning_fedleak.engine.channels.steps import StepChannel, results_of
 from lightning_fedleak.engine.lineup import Lineup
 from lightning_fedleak.engine.options import Options
@@ -368,7 +367,7 @@ class Fit:
                 step.undefended = None
             else:
                 step.undefended = self.tap.local_copy(look.step, from_copies=from_copies)
-                look.sizes = gradient_sizes(run.anatomy)
+                self.controls.measure_sizes(look)
 
         def take() -> snapshots.GradientSnapshot:
             if (why := run.why_hidden(look.wanted, optimizer)) is not None:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import copied
 from lightning_fedleak.engine.channels.base import Channel, gives_control
-from lightning_fedleak.engine.channels.hidden import HiddenWords
+from lightning_fedleak.engine.channels.hidden import HiddenWords, gradient_sizes
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.remainder import remainder_of
 from lightning_fedleak.engine.channels.steps import StepChannel
@@ -152,6 +152,10 @@ class Controls:
             self._play(look, due, scored)
         except Exception as error:
             self._fail(look, due, reason(error))
+
+    def measure_sizes(self, look: Look) -> None:
+        """Measure the norms of all trained gradients, right before a declared defence acts."""
+        look.sizes = gradient_sizes(self._run.anatomy)
 
     def _anywhere(self, condition: bool) -> bool:
         """Return whether a condition holds on this process, or on one that computes with it.

@@ -10,14 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.evaluation.canaries import CanarySet
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, Anatomy, find_anatomy
-from lightning_fedleak.model.batches import IGNORE_INDEX, TokenBatch
-from lightning_fedleak.model.model_runs import labels_of, micro_batches, run_logits, undisturbed
+from lightning_fedleak.model.taps import Text, token_log_probs
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -122,23 +121,11 @@ class CanaryScorer(EitherCallback):
             raise RuntimeError("no step was scored: call trainer.fit(...) with this callback first")
         return self._total.clone()
 
-    @torch.no_grad()
     def _losses(self) -> Tensor:
         """Return (m,), the mean loss of the tokens of each canary."""
         assert self._anatomy is not None
-        query, losses = self.canaries.queries(), []
-        texts = TokenBatch(query.input_ids, None, query.attention_mask, "causal")
-        with undisturbed(self._anatomy) as model:
-            for batch in micro_batches(self._anatomy, texts):
-                logits, labels = run_logits(model, batch), labels_of(batch)[:, 1:]
-                token_losses = nn.functional.cross_entropy(
-                    logits[:, -labels.shape[1] - 1 : -1].float().mT,
-                    labels,
-                    ignore_index=IGNORE_INDEX,
-                    reduction="none",
-                )
-                losses.append(token_losses.sum(1) / (labels != IGNORE_INDEX).sum(1))
-        return torch.cat(losses).double().cpu()
+        texts = [Text(row, row) for row in self.canaries.token_ids]  # each token is a label
+        return -token_log_probs(self._anatomy, texts).mean_log_probs()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scores so far, the losses before other steps, and the canaries' state."""

@@ -219,9 +219,8 @@ def resolve_client(client: str | None, strategy: EitherStrategy) -> str:
         )
     sharded = isinstance(strategy, both("strategies.ModelParallelStrategy"))
     client = client or default or ("world" if sharded else "rank")
-    if isinstance(strategy, both("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")):
-        return client
-    if sharded and client == "world":
+    plain = both("strategies.SingleDeviceStrategy", "strategies.DDPStrategy")
+    if isinstance(strategy, plain) or (sharded and client == "world"):
         return client
     raise ValueError(
         f"LeakageMonitor does not know what {type(strategy).__name__} shares. It works with a "

@@ -5,13 +5,11 @@ It depends neither on Lightning nor on Flower: an integration describes its trai
 """
 
 from lightning_fedleak.defenses.dp_optimizers import declared as declared
-from lightning_fedleak.engine.channels import Channel as Channel
 from lightning_fedleak.engine.channels import StepChannel as StepChannel
 from lightning_fedleak.engine.channels.base import family_of as family_of
 from lightning_fedleak.engine.gates import GateEvent as GateEvent
 from lightning_fedleak.engine.gates import LeakageLimitExceeded as LeakageLimitExceeded
 from lightning_fedleak.engine.gates import announce as announce
-from lightning_fedleak.engine.gates import is_worst as is_worst
 from lightning_fedleak.engine.gates import names_there_are as names_there_are
 from lightning_fedleak.engine.gates import why_never_judged as why_never_judged
 from lightning_fedleak.engine.lifecycle import Engine as Engine
@@ -27,8 +25,6 @@ from lightning_fedleak.engine.options import cadence_of as cadence_of
 from lightning_fedleak.engine.options import parts_of as parts_of
 from lightning_fedleak.engine.options import selected as selected
 from lightning_fedleak.engine.outcomes import CHOOSE as CHOOSE
-from lightning_fedleak.engine.outcomes import Outcome as Outcome
-from lightning_fedleak.engine.outcomes import Series as Series
 from lightning_fedleak.engine.outcomes import Unknown as Unknown
 from lightning_fedleak.engine.record import optimizers_of as optimizers_of
 from lightning_fedleak.engine.results import WORST as WORST

@@ -367,6 +367,7 @@ class Fit:
                 step.undefended = None
             else:
                 step.undefended = self.tap.local_copy(look.step, from_copies=from_copies)
+                self.controls.measure_sizes(look)
 
         def take() -> snapshots.GradientSnapshot:
             if (why := run.why_hidden(look.wanted, optimizer)) is not None:
@@ -458,15 +459,15 @@ class Fit:
         self.each(self._leave_out_slow)
         no_result = all(isinstance(result, Waiting) for result in results.values())
         try:
-            cadence.plan(self.scheduler.next_step(look, no_result=no_result))
+            cadence.next_step = self.scheduler.next_step(look, no_result=no_result)
         except Exception as error:
             self.fail(error)
-            cadence.plan(look.step + 1)
+            cadence.next_step = look.step + 1
         if self.failure is not None:
             scope = self.series if look.scope is None else look.scope
             results = dict.fromkeys(scope, Unknown(self.failure))
         outcomes, look.next_look = self.pool(results, cadence.next_step)
-        cadence.plan(look.next_look)
+        cadence.next_step = look.next_look
         shared = ((s, o) for s, o in (outcomes or {}).items() if s.stage is Stage.SHARED)
         failed = {s.attack for s, o in shared if o.unknown is not None}
         spared = {a.name for a in self.lineup.spared if a.second_to in failed}

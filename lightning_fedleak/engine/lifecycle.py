@@ -365,7 +365,7 @@ class Engine:
             fit.scheduler.waiting = self.results.waiting
             fit.take_failure()
         elif look.scope is None:
-            fit.scheduler.cadence.plan(fit.run.step)
+            fit.scheduler.cadence.next_step = fit.run.step
         return True
 
     def _publish(self, look: Look, outcomes: Mapping[Series, Outcome]) -> None:

@@ -26,7 +26,7 @@ from lightning_fedleak.attacks import Attack
 from lightning_fedleak.defenses import Defense
 from lightning_fedleak.engine.channels.base import Channel
 from lightning_fedleak.engine.lineup import Row
-from lightning_fedleak.engine.loggers import Cards, Logger, upload_report
+from lightning_fedleak.engine.loggers import Cards, upload_report
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.record import RunRecord, privacy_values, spendings
 from lightning_fedleak.engine.run import Look, Refusal, Run, reason
@@ -61,7 +61,8 @@ class Destination:
 
     Attributes:
         folder: The folder of ``leakage.jsonl``, ``run.jsonl`` and recovered words and texts.
-        loggers: The loggers of every finite value, except those of TensorBoard.
+        loggers: The loggers of every finite value, with ``log_metrics`` as those of a Trainer;
+            without those of TensorBoard.
         boards: The writers of TensorBoard, on the process that writes.
         training: The settings of the training, for the record.
         settings: The settings of the user, for TensorBoard's table of them.
@@ -72,7 +73,7 @@ class Destination:
     """
 
     folder: Path
-    loggers: Sequence[Logger] = ()
+    loggers: Sequence[Any] = ()
     boards: Sequence[SummaryWriter] = ()
     training: Mapping[str, object] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)

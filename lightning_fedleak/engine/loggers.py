@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning_fedleak.engine.channels.base import Channel, gives_control
 from lightning_fedleak.engine.outcomes import Outcome, Series
@@ -39,13 +39,6 @@ GATE_RUN = "gate"
 _tag = partial(re.compile(r"^(leakage[^/]*)/(.+_(?:low|high))$").sub, r"\1_interval/\2")
 KEY = "fedleak"
 """The key of this package's settings among the hyperparameters of a logger."""
-
-
-class Logger(Protocol):
-    """Take numbers by name, as the loggers of a Trainer do."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Write each number under its name."""
 
 
 class BoardLogger:

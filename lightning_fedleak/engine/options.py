@@ -16,31 +16,15 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fedleak import attacks as library
 from lightning_fedleak.attacks import (
     DISHONEST_SERVER,
     HONEST_BUT_CURIOUS,
-    AlignedFlatChat,
     Attack,
-    AttentionMembership,
-    BagOfWords,
-    BiasSign,
     Capability,
-    Combined,
-    Extraction,
-    FCMembership,
-    GradientMembership,
     PublicText,
-    SubspaceMembership,
-    SubspaceWords,
     TextSource,
-)
-from lightning_fedleak.attacks.memorization import (
-    Canaries,
-    CombinedReference,
-    Entities,
-    PreferenceMargin,
-    PromptRatio,
-    ShortAnswers,
+    memorization,
 )
 from lightning_fedleak.engine.scheduler import Cadence
 from lightning_fedleak.evaluation.canaries import CanarySet, EntitySet
@@ -427,20 +411,24 @@ def candidates(
     parsed = PublicText.parse(settings.public_text, tokenizer)
     text: TextSource = "sampled" if parsed is None else parsed
     attacks: list[Attack] = [
-        AlignedFlatChat(text, tokenizer=tokenizer),
-        SubspaceWords(parsed, capacity_seconds=0),  # the first number comes sooner
-        BiasSign(),
-        BagOfWords(),
+        library.AlignedFlatChat(text, tokenizer=tokenizer),
+        library.SubspaceWords(parsed, capacity_seconds=0),  # the first number comes sooner
+        library.BiasSign(),
+        library.BagOfWords(),
     ]
     if Capability.KNOWS_TARGET_TEXT in assumed:
-        attacks.append(GradientMembership(text))
+        attacks.append(library.GradientMembership(text))
         if not rounds:
-            attacks += [SubspaceMembership(text), Combined(), Extraction()]
-            attacks += [ShortAnswers(), PromptRatio(), PreferenceMargin()]
+            attacks += [library.SubspaceMembership(text), library.Combined(), library.Extraction()]
+            attacks += [
+                memorization.ShortAnswers(),
+                memorization.PromptRatio(),
+                memorization.PreferenceMargin(),
+            ]
             if settings.memorization.reference is not None:
-                attacks.append(CombinedReference())
+                attacks.append(memorization.CombinedReference())
     if not rounds and frozenset(assumed) >= DISHONEST_SERVER:
-        attacks += [FCMembership(layer=1), AttentionMembership(1, text)]
+        attacks += [library.FCMembership(layer=1), library.AttentionMembership(1, text)]
     return attacks
 
 
@@ -472,9 +460,9 @@ def selected(
         chosen: list[Any] = candidates(capabilities, settings, rounds=rounds)
         if games is not None and not rounds:
             if games.canaries is not None and min(map(len, games.canaries.token_ids)) > 1:
-                chosen.append(Canaries())
+                chosen.append(memorization.Canaries())
             if games.entities is not None:
-                chosen.append(Entities())
+                chosen.append(memorization.Entities())
     elif settings.public_text is not None:
         raise ValueError(
             "public_text= is for attacks='auto'; give it to the attacks that you list, "

@@ -138,15 +138,8 @@ class Run:
     def altered(self, **facts: Any) -> Self:
         """Return a copy of this run in which some facts are others."""
         run = copy(self)
-        run.set_facts(facts)
+        vars(run).update(facts)
         return run
-
-    def set_facts(self, facts: Mapping[str, object]) -> None:
-        """Set facts by their names; one that a host reads from its training loop is refused."""
-        for name, value in facts.items():
-            if not hasattr(self, name):
-                raise AttributeError(f"a run has no fact '{name}'")
-            setattr(self, name, value)
 
     @contextmanager
     def timed(self, attack: str) -> Iterator[None]:
@@ -367,6 +360,7 @@ class Look:
         work: Intermediate results that attacks share until an optimizer steps.
         scope: The series that are retried, if the look is only for these; None for all.
         next_look: The step of the next look once it is planned; None for a look at the weights.
+        sizes: The norms of all trained gradients before declared defences, by parameter.
     """
 
     step: int
@@ -386,6 +380,7 @@ class Look:
     work: dict[Hashable, Any] = field(default_factory=dict)
     scope: frozenset[Series] | None = None
     next_look: int | None = None
+    sizes: Mapping[str, float] = field(default_factory=dict)
 
     def steps_with(self, optimizer: Optimizer | None) -> bool:
         """Return whether the present gradients are those of an optimizer.

@@ -73,10 +73,6 @@ class Cadence:
             set_up_seconds: The duration of the set-up.
         """
         self.first_step, self.steps, self.spent = step, steps, set_up_seconds
-        self.plan(step)
-
-    def plan(self, step: int) -> None:
-        """Set the step of the next look."""
         self.next_step = step
 
     def due(self, step: int) -> bool:

@@ -143,7 +143,7 @@ class LoopRun(core.Run):
         self.separates_stages = bool(self.defenses)
         self.precision = precision_of(None, anatomy.model)
         self.training_loader, self.utility = loop.loader, loop.utility
-        self.set_facts(loop.facts)
+        vars(self).update(loop.facts)
         if (zero := loop.zero) is not None:
             self.gradient_of, self.casts = zero.gradient_of, zero.policies
 

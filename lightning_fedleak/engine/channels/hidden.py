@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_fedleak.attacks.base import WITHOUT_FLOAT64
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.engine.run import Run
+from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.taps import Step, one_text, replace_word
 
 N_TYPES = 8
@@ -86,18 +87,21 @@ class HiddenWords:
         self._looks = 0  # since the changes were measured
         self._counts: Sequence[int] = ()  # tokens and labels there
         self._scale = 1.0  # of the user's gradients to those of the step made again, at least 1
-        self._sizes, self._old_sizes = dict[str, float](), dict[str, float]()  # norms of gradients
+        self._sizes: Mapping[str, float] = {}  # norms of gradients
+        self._old_sizes: Mapping[str, float] = {}
 
-    def compare(self, seen: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
-        """Note how large a step's gradients before any defence are, which code may multiply.
+    def compare(self, sizes: Mapping[str, float], again: Mapping[str, Tensor]) -> None:
+        """Note how large all of a step's gradients before any defence are, which code may multiply.
 
         Args:
-            seen: The gradients of a step, by role.
-            again: The gradients of the step made again.
+            sizes: The norms of the gradients of a step, by parameter.
+            again: The gradients of the step made again; one that is absent is 0.
         """
-        self._sizes = {role: _norm({role: gradient}) for role, gradient in seen.items()}
-        made = {role: _norm({role: again[role]}) for role in self._sizes if role in again}
-        self._scale = max([1.0, *(self._sizes[r] / size for r, size in made.items() if size > 0)])
+        self._sizes = sizes
+        made = {n: _norm({n: again[n]}) if n in again else 0.0 for n, size in sizes.items() if size}
+        self._scale = max(
+            [1.0, *(sizes[n] / size if size else math.inf for n, size in made.items())]
+        )
 
     def bound(self, step: Step, noise_std: float, *, games: bool = False) -> float:
         """Return the highest F1 that any reader of a step's release can have; 1 without a bound.
@@ -208,6 +212,13 @@ class HiddenWords:
     def _all(self, step: Step) -> Mapping[str, Tensor]:
         """Return the gradients of all trained parameters of a step that is made again."""
         return self._gradient(step, self._run.anatomy.trainable_names())
+
+
+def gradient_sizes(anatomy: Anatomy) -> dict[str, float]:
+    """Return the norm of each trained parameter's present gradient, by the parameter's name."""
+    names = anatomy.trainable_names()
+    gradients = ((name, getattr(anatomy.parameter(name), "grad", None)) for name in names)
+    return {name: _norm({name: grad}) for name, grad in gradients if grad is not None}
 
 
 def in_float64(tensor: Tensor) -> Tensor:

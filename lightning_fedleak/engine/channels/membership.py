@@ -57,7 +57,6 @@ from lightning_fedleak.engine.channels.targets import (
     Targets,
     check_held_out,
     with_gradient,
-    with_labels,
 )
 from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series, Unknown, Waiting
@@ -455,8 +454,8 @@ class MembershipChannel(StepChannel):
         They are unknown if random scores may do as well, unless the texts are so few that not even
         perfect scores would be significant.
         """
-        labelled = map(with_labels, control.batches)
-        batches = [batch for batch in labelled if batch is not None]
+        calls = zip(control.batches, control.calls, strict=True)
+        batches = [batch for batch, call in calls if call.has_gradient]
         targets = self._sources.population(control.number, batches, shuffled=True)
         if not isinstance(targets, Targets):
             return targets

@@ -381,20 +381,3 @@ def with_gradient(
             f"{len(gradients)} tokens asked for: choose a lower layer"
         )
     return targets.reached(gradients != 0)
-
-
-def with_labels(batch: TokenBatch) -> TokenBatch | None:
-    """Return the texts of a batch that have a label; None if no text has one."""
-    labels = batch.labels
-    if labels is None:
-        return batch
-    labelled = (labels != IGNORE_INDEX).flatten(1).any(1) if labels.dim() > 1 else labels >= 0
-    if not bool(labelled.any()):
-        return None
-    fields = ("input_ids", "labels", "attention_mask", "position_ids", "documents", "live")
-    rows = {
-        name: value[labelled.to(value.device)]
-        for name in fields
-        if (value := getattr(batch, name)) is not None and len(value) == len(labelled)
-    }
-    return replace(batch, **rows)

@@ -154,6 +154,15 @@ class Scaled(Tuned):
                 p.grad *= 1e4
 
 
+class ScaledElsewhere(Tuned):
+    """Multiplies gradients that the attack does not read; another one may read them."""
+
+    def on_after_backward(self) -> None:
+        for name, p in self.named_parameters():
+            if p.grad is not None and "layers.1" in name:
+                p.grad *= 1e4
+
+
 class Once(Tuned):
     """Has a forward that cannot be run again."""
 
@@ -176,7 +185,11 @@ class Once(Tuned):
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"), [(Scaled, "behind the declared defences"), (Once, "could not be made again")]
+    ("kind", "why"),
+    [
+        *((kind, "behind the declared defences") for kind in (Scaled, ScaledElsewhere)),
+        (Once, "could not be made again"),
+    ],
 )
 def test_a_bound_is_of_the_gradient_that_was_trained_on(tmp_path, kind, why) -> None:
     gate, values = look(tmp_path, GradientNoise(None, 1.0), attack=Weak, steps=1, kind=kind)

@@ -8,8 +8,9 @@ attack exceeds them significantly, the account is *refuted*: the implementation 
 
 from torch import Tensor
 
-from lightning_fedleak.defenses import Defense, DefenseError
+from lightning_fedleak.defenses import DefenseError
 from lightning_fedleak.defenses.base import Curve
+from lightning_fedleak.engine.record import accounting
 from lightning_fedleak.engine.run import Run
 from lightning_fedleak.evaluation.auditing import curve_auc, curve_tpr, refutes
 from lightning_fedleak.evaluation.metrics.released import min_non_members
@@ -38,7 +39,7 @@ class AccountGame:
     """
 
     def __init__(self, run: Run, no_game: str | None) -> None:
-        defenses = [d for d in run.defenses if type(d).privacy is not Defense.privacy]
+        defenses = accounting(run.defenses)
         self._defense = defenses[0] if defenses else None
         self._curve: Curve = ()  # of the releases until the newest look
         self._run = run

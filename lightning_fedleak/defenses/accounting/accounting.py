@@ -407,7 +407,7 @@ def epsilon_of(
 def composed_rdp(history: Releases, sampling: SamplingScheme) -> Floats:
     """Return the Renyi DP (len(ORDERS),) of all releases together."""
     terms = (count * rdp_of(sigma, rate, sampling) for sigma, rate, count in history)
-    return sum(terms, np.zeros(1))
+    return sum(terms, np.zeros(len(ORDERS)))
 
 
 def curve_of(

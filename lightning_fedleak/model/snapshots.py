@@ -331,12 +331,10 @@ class ReleasedModel:
 
     def rows(self, index: Tensor) -> ReleasedModel:
         """Return the answers about some of the texts, given as (n,) indices or (N,) bool."""
-        answers = None if self.answers is None else self.answers[index]
-        now, base, compressed = self.now.rows(index), self.base.rows(index), self.compressed[index]
-        references = None if self.references is None else self.references.rows(index)
-        rejected = None if self.rejected is None else self.rejected[index]
-        rewards = None if self.rewards is None else self.rewards[:, index]
-        return ReleasedModel(now, base, compressed, answers, references, rejected, rewards)
+        fields = {name: value for name, value in vars(self).items() if value is not None}
+        rewards = fields.pop("rewards", None)  # by prompts in the second dimension
+        rows = {n: v[index] if isinstance(v, Tensor) else v.rows(index) for n, v in fields.items()}
+        return ReleasedModel(**rows, rewards=None if rewards is None else rewards[:, index])
 
 
 @dataclass(frozen=True)

@@ -114,15 +114,6 @@ class QuantileClip:
         norm *= math.exp(min(max(change, -limit), limit))
         return min(max(norm, self.initial / MAX_CHANGE), self.initial * MAX_CHANGE)
 
-    def check_clients(self, clients: int) -> None:
-        """Raise an error for several clients, because each would have another clip norm.
-
-        Raises:
-            DefenseError: There are several clients. The message says what to use instead.
-        """
-        if clients > 1:
-            raise base.DefenseError("QuantileClip for several clients needs client='world'")
-
 
 MaxGradNorm = float | Literal["auto"] | QuantileClip
 

@@ -331,7 +331,7 @@ class ReleasedModel:
 
     def rows(self, index: Tensor) -> ReleasedModel:
         """Return the answers about some of the texts, given as (n,) indices or (N,) bool."""
-        fields = {name: value for name, value in vars(self).items() if value is not None}
+        fields: dict[str, Any] = {n: value for n, value in vars(self).items() if value is not None}
         rewards = fields.pop("rewards", None)  # by prompts in the second dimension
         rows = {n: v[index] if isinstance(v, Tensor) else v.rows(index) for n, v in fields.items()}
         return ReleasedModel(**rows, rewards=None if rewards is None else rewards[:, index])

@@ -8,6 +8,7 @@ noise that may be changed during the run.
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from lightning_fedleak.defenses.accounting.ledger import (
     LedgerPath,
     check_release,
 )
-from lightning_fedleak.defenses.base import DefenseError, State, check_number
+from lightning_fedleak.defenses.base import DefenseError, State, check_choice, check_number
 
 CACHED = 64  # the number of histories whose PRV epsilon an accountant stores. Not tuned
 
@@ -148,10 +149,9 @@ class Accountant(_Ledger):
         sampling: SamplingScheme = "poisson",
     ) -> None:
         super().__init__(ledger)
-        accounting.check_kind(kind, sampling)
         check_opacus()
-        self.kind: accounting.AccountantKind = kind
-        self.sampling: SamplingScheme = sampling
+        self.kind = check_choice("accountant", kind, get_args(accounting.AccountantKind))
+        self.sampling = check_choice("sampling", sampling, get_args(SamplingScheme))
         self._epsilons: dict[tuple[float, accounting.History], float] = {}
         self._search: tuple[object, _Search] | None = None
 

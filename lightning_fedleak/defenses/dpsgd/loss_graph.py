@@ -54,27 +54,16 @@ REMEDY = (
 )
 # The sets below hold names of autograd nodes. These select, reshape, copy or negate numbers.
 _SHAPE_OPS = {
-    "AliasBackward0",
-    "CloneBackward0",
-    "NegBackward0",
-    "ReshapeAliasBackward0",
-    "SelectBackward0",
-    "SqueezeBackward0",
-    "SqueezeBackward1",
-    "StackBackward0",
-    "ToCopyBackward0",
-    "UnsqueezeBackward0",
-    "ViewBackward0",
+    *("AliasBackward0", "CloneBackward0", "NegBackward0", "ReshapeAliasBackward0"),
+    *("SelectBackward0", "SqueezeBackward0", "SqueezeBackward1", "StackBackward0"),
+    *("ToCopyBackward0", "UnsqueezeBackward0", "ViewBackward0"),
 }
 _SUM_OPS = {"AddBackward0", "SubBackward0"}
 _SCALE_OPS = {"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"}
 _LIKELIHOODS = {"NllLossBackward0", "NllLoss2DBackward0"}  # of cross-entropies
 _ELEMENTWISE = {  # losses that compare each output with one target
-    "BinaryCrossEntropyBackward0",
-    "BinaryCrossEntropyWithLogitsBackward0",
-    "HuberLossBackward0",
-    "MseLossBackward0",
-    "SmoothL1LossBackward0",
+    *("BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0"),
+    *("HuberLossBackward0", "MseLossBackward0", "SmoothL1LossBackward0"),
 }
 _ROWWISE = {"AbsBackward0", "PowBackward0", "SliceBackward0", "UnsafeViewBackward0"}
 _SELECTIONS = {"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0", "TakeBackward0"}

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader, Subset
 
+from lightning_fedleak.defenses import randomness
 from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import poisson
@@ -363,7 +365,8 @@ def poisson_loader(
 
     Raises:
         DefenseError: The sampling of the loader cannot be replaced without changing the examples
-            that it loads, or the shard is empty. The message says what to change.
+            that it loads, the shard is empty, or the dataset or the collate function has random
+            numbers of its own. The message says what to change.
     """
     _check_empty_fetch(loader)
     shard, steps = _shard(loader), max(1, round(1 / rate))
@@ -377,8 +380,14 @@ def poisson_loader(
     else:
         sampler = poisson.UserBatchSampler(users, shard, rows_per_user, rate, steps, draws)
         first = users[shard[0]][0]
+    randomness.check_loading(loader.dataset, loader.collate_fn)
+    collate = EmptyCollate(loader.collate_fn, loader.dataset, first)
+    collate.key = sampler.loading_key
+    begin = loader.worker_init_fn, loader.collate_fn, sampler.loading_key()
     loading = {name: getattr(loader, name) for name in LOADER_SETTINGS}
-    return poisson.secret_loader(loader, sampler, first, **loading)
+    loading |= {"worker_init_fn": partial(randomness.begin_worker, *begin), "generator": None}
+    settings = {"batch_sampler": sampler, "collate_fn": collate, **loading}
+    return randomness.SecretLoader(loader.dataset, **settings)
 
 
 def is_sharded(loader: Any) -> bool:

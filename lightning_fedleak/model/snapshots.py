@@ -333,8 +333,9 @@ class ReleasedModel:
         """Return the answers about some of the texts, given as (n,) indices or (N,) bool."""
         fields: dict[str, Any] = {n: value for n, value in vars(self).items() if value is not None}
         rewards = fields.pop("rewards", None)  # by prompts in the second dimension
-        rows = {n: v[index] if isinstance(v, Tensor) else v.rows(index) for n, v in fields.items()}
-        return ReleasedModel(**rows, rewards=None if rewards is None else rewards[:, index])
+        for name, value in fields.items():
+            fields[name] = value[index] if isinstance(value, Tensor) else value.rows(index)
+        return ReleasedModel(**fields, rewards=None if rewards is None else rewards[:, index])
 
 
 @dataclass(frozen=True)

@@ -239,8 +239,8 @@ class DPSGD(base.Defense):
         self._remove_hooks()
         self._team = team = Team(context)
         with team.together():
-            several = self._quantile is not None and context.clients > 1  # clip norms of their own
-            base.refuse("QuantileClip for several ", {"clients needs client='world'": several})
+            if self._quantile is not None and context.clients > 1:  # each had its own clip norm
+                raise base.DefenseError("QuantileClip for several clients needs client='world'")
             setup_checks.check_trainer(context)
             setup_checks.check_model(context.root)
             setup_checks.check_shards(context.root, context.processes)

@@ -20,12 +20,11 @@ from torch.utils import data
 from torch.utils.data import DataLoader, Subset
 
 from lightning_fedleak.defenses import randomness
-from lightning_fedleak.defenses.accounting.accounting import Trust
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import poisson
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
-from lightning_fedleak.defenses.dpsgd.settings import GroupBy, Users
+from lightning_fedleak.defenses.dpsgd.settings import GroupBy, Trust, Users
 from lightning_fedleak.model.batches import BatchError, read_batch
 from lightning_fedleak.model.model_state import preserve_process
 

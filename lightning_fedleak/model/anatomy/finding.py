@@ -211,8 +211,7 @@ def find_anatomy(
         embedding_layer, head_layer = _plain_parts(root, scope, embedding_layer, head_layer, kind)
         if named_model is None:
             core = scope = _common_ancestor(root, [embedding_layer, head_layer])
-        has_transformer = any(isinstance(m, nn.Transformer) for m in scope.modules())
-        resolved_kind = kind or ("seq2seq" if has_transformer else "causal")
+        resolved_kind = kind or _plain_kind(scope)
 
     shape = weight_shape(embedding_layer, "embedding")
     rows = shape[0] if head_layer is None else count_rows(head_layer, "head")
@@ -311,6 +310,12 @@ def _plain_parts(
     part = "single language model" if pairs else "language model"
     candidates = [*chain(*pairs)] or find_layers(scope, (nn.Embedding, nn.Linear), in_blocks)
     raise missing_part_error(root, part, candidates, "embedding", "head")
+
+
+def _plain_kind(model: nn.Module) -> Kind:
+    """Return the kind of a plain module: ``"seq2seq"`` if it holds an ``nn.Transformer``."""
+    has_transformer = any(isinstance(m, nn.Transformer) for m in model.modules())
+    return "seq2seq" if has_transformer else "causal"
 
 
 def _common_ancestor(root: nn.Module, modules: list[nn.Module | None]) -> nn.Module:

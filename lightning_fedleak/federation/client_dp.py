@@ -464,9 +464,8 @@ class ClientDP(Defense):
     def _record_release(self) -> float:
         """Count a release before it is made, and return its noise multiplier."""
         self.check_affords_another()
-        noise, count = self._budget.settle_next()
-        count()
-        return noise * self._sensitivity
+        self._budget.count_release()
+        return self._budget.noise_now * self._sensitivity
 
     def _add_noise(
         self, total: Update, std: float, like: Update, scale: float = 1.0, stream: str = "client"

@@ -157,14 +157,12 @@ def hidden_states(
     check_text(anatomy, input_ids, attention_mask, position_ids)
     device = anatomy.device
     rows = max(1, TOKENS_AT_ONCE // input_ids.shape[1])
-    texts: list[dict[str, Tensor]] = []
-    for a in range(0, len(input_ids), rows):
-        text = {"input_ids": input_ids[a : a + rows].to(device)}
-        if attention_mask is not None and accepts(anatomy.model, "attention_mask"):
-            text["attention_mask"] = attention_mask[a : a + rows].to(device)
-        if position_ids is not None:
-            text["position_ids"] = position_ids[a : a + rows].to(device)
-        texts.append(text)
+    mask = attention_mask if accepts(anatomy.model, "attention_mask") else None
+    inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
+    texts = [
+        {name: x[a : a + rows].to(device) for name, x in inputs.items() if x is not None}
+        for a in range(0, len(input_ids), rows)
+    ]
     with undisturbed(anatomy) as model, torch.no_grad(), only_needed_hooks(anatomy.root):
         options = {"use_cache": False} if takes(model, "use_cache") else {}
         run = stop_at(model, place)

@@ -51,24 +51,12 @@ _WRITERS = ("ParamWrapper", "RwkvModel")
 # Classes of tensors without further state; a subclass (a quantized weight, say) may have some.
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 # Types of values that contain nothing to restore.
-_LEAVES = frozenset(
-    {
-        type(None),
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        type,
-        torch.dtype,
-        torch.device,
-        torch.Size,
-        FunctionType,
-        MethodType,
-        BuiltinFunctionType,
-        partial,
-    }
+_LEAVES = frozenset[type](
+    (
+        *(type(None), bool, int, float, complex, str, bytes, type),
+        *(torch.dtype, torch.device, torch.Size),
+        *(FunctionType, MethodType, BuiltinFunctionType, partial),
+    )
 )
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, deque})
 # The saved states within :func:`saved_once` by their module's ``id``; None outside of it.

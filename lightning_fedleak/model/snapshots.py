@@ -331,12 +331,11 @@ class ReleasedModel:
 
     def rows(self, index: Tensor) -> ReleasedModel:
         """Return the answers about some of the texts, given as (n,) indices or (N,) bool."""
-        answers = None if self.answers is None else self.answers[index]
-        now, base, compressed = self.now.rows(index), self.base.rows(index), self.compressed[index]
-        references = None if self.references is None else self.references.rows(index)
-        rejected = None if self.rejected is None else self.rejected[index]
-        rewards = None if self.rewards is None else self.rewards[:, index]
-        return ReleasedModel(now, base, compressed, answers, references, rejected, rewards)
+        fields: dict[str, Any] = {n: value for n, value in vars(self).items() if value is not None}
+        rewards = fields.pop("rewards", None)  # by prompts in the second dimension
+        for name, value in fields.items():
+            fields[name] = value[index] if isinstance(value, Tensor) else value.rows(index)
+        return ReleasedModel(**fields, rewards=None if rewards is None else rewards[:, index])
 
 
 @dataclass(frozen=True)

@@ -684,7 +684,7 @@ def test_noise_may_be_turned_up_within_a_filters_budget():
     spent = []
     while defense._budget.affords_another():
         defense.privatized(None, LIKE)
-        spent.append(defense.accountant._share(defense.accountant._spent()))
+        spent.append(defense.accountant._share(defense.accountant.history))
     with pytest.raises(BudgetSpent):
         defense.privatized(None, LIKE)
     assert spent == sorted(spent)

@@ -5,10 +5,10 @@ A *release* is one noised update. Releases with the same noise multiplier and sa
 noise that may be changed during the run.
 """
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from lightning_fedleak.defenses.accounting.ledger import (
     LedgerPath,
     check_release,
 )
-from lightning_fedleak.defenses.base import DefenseError, State, check_number
+from lightning_fedleak.defenses.base import DefenseError, State, check_choice, check_number
 
 CACHED = 64  # the number of histories whose PRV epsilon an accountant stores. Not tuned
 
@@ -149,10 +149,9 @@ class Accountant(_Ledger):
         sampling: SamplingScheme = "poisson",
     ) -> None:
         super().__init__(ledger)
-        accounting.check_kind(kind, sampling)
         check_opacus()
-        self.kind: accounting.AccountantKind = kind
-        self.sampling: SamplingScheme = sampling
+        self.kind = check_choice("accountant", kind, get_args(accounting.AccountantKind))
+        self.sampling = check_choice("sampling", sampling, get_args(SamplingScheme))
         self._epsilons: dict[tuple[float, accounting.History], float] = {}
         self._search: tuple[object, _Search] | None = None
 
@@ -170,32 +169,13 @@ class Accountant(_Ledger):
         Raises:
             DefenseError: A value is out of range, or was changed without ``planned``.
         """
-        if not planned:
-            self._check_same(noise_multiplier, sample_rate)
-        self.record(noise_multiplier, sample_rate, count)
-
-    def counter(self, noise_multiplier: float, sample_rate: float) -> Callable[[], None]:
-        """Return a function that counts one such release, which is about to happen.
-
-        Args:
-            noise_multiplier: The standard deviation of the noise over the clip norm.
-            sample_rate: The probability of each example to be in the batch.
-
-        Raises:
-            DefenseError: A value is out of range, or differs from that of earlier releases.
-        """
-        self._check_same(noise_multiplier, sample_rate)
-        check_release(noise_multiplier, sample_rate)
-        return functools.partial(self.record, noise_multiplier, sample_rate)
-
-    def _check_same(self, noise_multiplier: float, sample_rate: float) -> None:
-        """Raise an error if there were releases, but none with these values."""
         counts = self._counts
-        if counts and (noise_multiplier, sample_rate) not in counts:
+        if counts and not planned and (noise_multiplier, sample_rate) not in counts:
             raise DefenseError(
                 f"noise_multiplier={noise_multiplier!r}, sample_rate={sample_rate!r} are not those "
                 "of earlier releases: pass planned=True if fixed before, else use a RenyiFilter"
             )
+        self.record(noise_multiplier, sample_rate, count)
 
     def epsilon(self, delta: float, *, slack: float = 0.0) -> float:
         """Return an upper bound of the epsilon of all releases so far, at ``delta``.
@@ -329,8 +309,7 @@ class RenyiFilter(_Ledger):
             DefenseError: A value is out of range, or :meth:`begin` was not called.
         """
         check_release(noise_multiplier, sample_rate, count)
-        spent = self._spent()
-        return self._share(spent + count * self._rdp(noise_multiplier, sample_rate)) <= 1
+        return self._share((*self.history, (noise_multiplier, sample_rate, count))) <= 1
 
     def step(self, noise_multiplier: float, sample_rate: float, count: int = 1) -> None:
         """Count releases that are about to happen.
@@ -344,10 +323,6 @@ class RenyiFilter(_Ledger):
                 "or increase the noise"
             )
         self.record(noise_multiplier, sample_rate, count)
-
-    def counter(self, noise_multiplier: float, sample_rate: float) -> Callable[[], None]:
-        """Return a function that counts one such release by :meth:`step`."""
-        return functools.partial(self.step, noise_multiplier, sample_rate)
 
     def state_dict(self) -> dict[str, Tensor | float]:  # type: ignore[override]
         """Return the counts, the budget and the order."""
@@ -374,28 +349,15 @@ class RenyiFilter(_Ledger):
                 )
         super().load_state_dict(state)
 
-    def _rdp(self, noise_multiplier: float, sample_rate: float) -> float:
-        """Return the Renyi divergence of one release at the order of the budget."""
-        if noise_multiplier < accounting.MIN_NOISE:
-            return math.inf
-        return float(
-            accounting.rdp_of(noise_multiplier, sample_rate, self.sampling)[self._order_index]
-        )
-
-    @property
-    def _order_index(self) -> int:
-        """Return the index of the budget's order in ``ORDERS``."""
+    def _share(self, releases: accounting.History) -> float:
+        """Return the share of the budget that the Renyi divergence of releases takes."""
         if self.order is None:
             raise DefenseError("RenyiFilter: the order is not fixed yet; call begin first")
-        return accounting.ORDERS.index(self.order)
-
-    def _spent(self) -> float:
-        """Return the Renyi divergence of all releases so far."""
-        return sum(count * self._rdp(sigma, rate) for sigma, rate, count in self.history)
-
-    def _share(self, spent: float) -> float:
-        """Return the share of the budget that a Renyi divergence takes."""
-        budget = float(self.epsilon - accounting.conversion_terms(self.delta)[self._order_index])
+        if any(sigma < accounting.MIN_NOISE for sigma, _, _ in releases):
+            return math.inf
+        index = accounting.ORDERS.index(self.order)
+        budget = float(self.epsilon - accounting.conversion_terms(self.delta)[index])
+        spent = float(accounting.composed_rdp(releases, self.sampling)[index])
         return spent / budget if budget > 0 else math.inf
 
 

@@ -53,7 +53,7 @@ from scipy.optimize import brentq
 from scipy.special import logsumexp, ndtr
 
 from lightning_fedleak.defenses.accounting import ledger
-from lightning_fedleak.defenses.base import Curve, DefenseError, check_choice, check_number
+from lightning_fedleak.defenses.base import Curve, DefenseError, check_number
 from lightning_fedleak.extras import require_package
 
 Floats = NDArray[np.float64]
@@ -386,7 +386,6 @@ def epsilon_of(
     Raises:
         DefenseError: A value is out of range, or Opacus is missing.
     """
-    check_kind(kind, sampling)
     check_number("delta", delta, above=0, below=1)
     for row in history:
         ledger.check_release(*row)
@@ -407,7 +406,7 @@ def epsilon_of(
 def composed_rdp(history: Releases, sampling: SamplingScheme) -> Floats:
     """Return the Renyi DP (len(ORDERS),) of all releases together."""
     terms = (count * rdp_of(sigma, rate, sampling) for sigma, rate, count in history)
-    return sum(terms, np.zeros(1))
+    return sum(terms, np.zeros(len(ORDERS)))
 
 
 def curve_of(
@@ -473,7 +472,6 @@ def noise_multiplier_for(
         DefenseError: A value is out of range, or the target needs more noise than
             :data:`MAX_NOISE` or less than :data:`MIN_NOISE`.
     """
-    check_kind(kind, sampling)
     check_number("target_epsilon", target_epsilon, above=0, at_most=MAX_EPSILON)
 
     @functools.cache
@@ -520,9 +518,3 @@ def _find_root(excess: Callable[[float], float], low: float, high: float) -> flo
     while excess(root) > 0:
         root, step = min(high, root + step), 2 * step
     return root
-
-
-def check_kind(kind: str, sampling: object = "poisson") -> None:
-    """Raise an error for an unknown accountant or sampling."""
-    check_choice("accountant", kind, ("prv", "rdp"))
-    check_choice("sampling", sampling, ("poisson", "without_replacement"))

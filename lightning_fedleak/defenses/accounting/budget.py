@@ -7,7 +7,7 @@ the run (:class:`~lightning_fedleak.defenses.RenyiFilter`). To *harden* is to in
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Budget:
         notches: The number of hardenings so far.
         rate: The probability of each example to be in a batch; None until the data are known.
         delta: The delta of the guarantee; None until the data are known, unless it was passed.
-        next_release: The result of :meth:`settle_next`; None after any other attribute was set.
+        is_counted: Whether :meth:`count_release` counts; False while an audit runs a release again.
     """
 
     kind: Account
@@ -61,13 +61,8 @@ class Budget:
     sampling: SamplingScheme = "poisson"
     owner: str = "DPSGD"
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, and forget the next release, which may depend on it."""
-        vars(self)["next_release"] = None
-        vars(self)[name] = value
-
     def __post_init__(self) -> None:
-        self.next_release: tuple[float, Callable[[], None]] | None = None
+        self.is_counted = True
         self.notches = 0
         self.rate: float | None = None
         self.delta = self.target_delta
@@ -234,20 +229,16 @@ class Budget:
             return True
         return self.accountant.allows(self.target_epsilon, self.delta, self.noise_now, self.rate)
 
-    def settle_next(self) -> tuple[float, Callable[[], None]]:
-        """Return sigma of the next releases, and a function that counts one before it happens.
-
-        Noise that can be guessed counts as 0. Both are valid until an attribute of this budget is
-        set.
+    def count_release(self) -> None:
+        """Count a release that is about to happen; noise that can be guessed counts as 0.
 
         Raises:
-            DefenseError: Earlier releases had another noise or rate. The function raises it if the
-                ledger cannot be written, or a filter's budget is spent.
+            DefenseError: Earlier releases had another noise or rate, the ledger cannot be written,
+                or a filter's budget is spent.
         """
         assert self.rate is not None
-        sigma = self.noise_now
-        self.next_release = sigma, self.accountant.counter(0.0 if self.seeded else sigma, self.rate)
-        return self.next_release
+        if self.is_counted:
+            self.accountant.step(0.0 if self.seeded else self.noise_now, self.rate)
 
     def state_dict(self) -> dict[str, Tensor | int | float | str]:
         """Return the accountant's state, the rate, delta, sampling, noise and hardenings."""

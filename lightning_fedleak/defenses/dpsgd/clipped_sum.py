@@ -114,15 +114,6 @@ class QuantileClip:
         norm *= math.exp(min(max(change, -limit), limit))
         return min(max(norm, self.initial / MAX_CHANGE), self.initial * MAX_CHANGE)
 
-    def check_clients(self, clients: int) -> None:
-        """Raise an error for several clients, because each would have another clip norm.
-
-        Raises:
-            DefenseError: There are several clients. The message says what to use instead.
-        """
-        if clients > 1:
-            raise base.DefenseError("QuantileClip for several clients needs client='world'")
-
 
 MaxGradNorm = float | Literal["auto"] | QuantileClip
 
@@ -336,9 +327,7 @@ class ClippedSum:
             target: A sum to which this one is added in place; None for zeros.
             memory: A tensor that may be overwritten with the sum (:func:`per_sample.weighted_sum`).
         """
-        if parameter not in self.parts:
-            return per_sample.zeros_of(parameter) if target is None else target
-        for start, end in self._spans:
+        for start, end in self._spans if parameter in self.parts else ():
             parts, factors = self.parts[parameter], self.factors[start:end]
             parts = per_sample.slice_samples(parts, start, end)
             target = per_sample.weighted_sum(parts, factors, parameter.shape, target, memory)

@@ -239,8 +239,8 @@ class DPSGD(base.Defense):
         self._remove_hooks()
         self._team = team = Team(context)
         with team.together():
-            if self._quantile is not None:
-                self._quantile.check_clients(context.clients)
+            if self._quantile is not None and context.clients > 1:  # each had its own clip norm
+                raise base.DefenseError("QuantileClip for several clients needs client='world'")
             setup_checks.check_trainer(context)
             setup_checks.check_model(context.root)
             setup_checks.check_shards(context.root, context.processes)
@@ -394,7 +394,7 @@ class DPSGD(base.Defense):
         """
         team, step = self._team, self._fit_step
         expected, norm, release = step.sampling.expected, self._clip.norm, self.releases
-        noise_multiplier, count_release = self._budget.next_release or self._budget.settle_next()
+        noise_multiplier = self._budget.noise_now
         sigma = self._sigma(noise_multiplier, context)
         std = sigma * norm
         if team.size > 1:  # the collective calls below need equal values
@@ -407,7 +407,7 @@ class DPSGD(base.Defense):
             for optimizer in context.host.optimizers:
                 if isinstance(optimizer, DPAdamBC):
                     optimizer.set_noise(self.noise_variances(parameters, context))
-            count_release()
+            self._budget.count_release()
         self.releases += 1
         gauge = noise.NoiseGauge(std, expected) if checking else None
         source = self._noise_base(context), release, context.client, self.name
@@ -536,8 +536,7 @@ class DPSGD(base.Defense):
         after: Callable[[Optimizer], None],
     ) -> None:
         """Run a batch and its release uncounted; the caller restores the rest (:meth:`~.save`)."""
-        sigma, _ = self._budget.next_release or self._budget.settle_next()
-        self._budget.next_release = sigma, lambda: None
+        self._budget.is_counted = False
         output = self.on_logical_batch(step, batch, context)
         context.host.backward(output["loss"] if isinstance(output, Mapping) else output)
         for optimizer in context.host.optimizers:

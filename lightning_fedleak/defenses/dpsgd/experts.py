@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fedleak.defenses.base import DefenseError, refuse
+from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd import rerun
 from lightning_fedleak.defenses.dpsgd.per_sample import (
     Part,
@@ -53,7 +53,7 @@ def is_router(module: nn.Module) -> bool:
     return weight is not None and weight.dim() == 2 and not inside
 
 
-def _refusals(module: nn.Module) -> dict[str, object]:
+def refusals(module: nn.Module) -> dict[str, object]:
     """Return reasons to refuse a module, each with a value that is true if it applies.
 
     A reason is that the module couples examples, or that no rule computes its per-sample gradients.
@@ -177,14 +177,3 @@ def _products(values: Tensor, matrices: Tensor, rows: Sequence[Tensor]) -> Tenso
     for matrix, index in zip(matrices, rows, strict=True):
         result[index] = values[index] @ matrix
     return result
-
-
-def check(root: nn.Module) -> None:
-    """Raise an error for experts and routers without per-sample gradients, or that couple examples.
-
-    Raises:
-        DefenseError: A module is refused; the message names it.
-    """
-    for name, module in root.named_modules():
-        cls = rerun.plain_type(module)
-        refuse(f"DPSGD: '{name or cls.__name__}' ({cls.__name__}) ", _refusals(module))

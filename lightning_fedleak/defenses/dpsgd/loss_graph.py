@@ -54,27 +54,16 @@ REMEDY = (
 )
 # The sets below hold names of autograd nodes. These select, reshape, copy or negate numbers.
 _SHAPE_OPS = {
-    "AliasBackward0",
-    "CloneBackward0",
-    "NegBackward0",
-    "ReshapeAliasBackward0",
-    "SelectBackward0",
-    "SqueezeBackward0",
-    "SqueezeBackward1",
-    "StackBackward0",
-    "ToCopyBackward0",
-    "UnsqueezeBackward0",
-    "ViewBackward0",
+    *("AliasBackward0", "CloneBackward0", "NegBackward0", "ReshapeAliasBackward0"),
+    *("SelectBackward0", "SqueezeBackward0", "SqueezeBackward1", "StackBackward0"),
+    *("ToCopyBackward0", "UnsqueezeBackward0", "ViewBackward0"),
 }
 _SUM_OPS = {"AddBackward0", "SubBackward0"}
 _SCALE_OPS = {"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"}
 _LIKELIHOODS = {"NllLossBackward0", "NllLoss2DBackward0"}  # of cross-entropies
 _ELEMENTWISE = {  # losses that compare each output with one target
-    "BinaryCrossEntropyBackward0",
-    "BinaryCrossEntropyWithLogitsBackward0",
-    "HuberLossBackward0",
-    "MseLossBackward0",
-    "SmoothL1LossBackward0",
+    *("BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0"),
+    *("HuberLossBackward0", "MseLossBackward0", "SmoothL1LossBackward0"),
 }
 _ROWWISE = {"AbsBackward0", "PowBackward0", "SliceBackward0", "UnsafeViewBackward0"}
 _SELECTIONS = {"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0", "TakeBackward0"}
@@ -543,9 +532,7 @@ def _loss_error(reason: str) -> DefenseError:
     )
 
 
-def mean_of_sample_means(
-    logits: Tensor, labels: Tensor, *, causal: bool, label_smoothing: float = 0.0
-) -> Tensor:
+def mean_of_sample_means(logits: Tensor, labels: Tensor, *, causal: bool) -> Tensor:
     """Return the cross-entropy averaged over each sample's labels, then over samples.
 
     DPSGD needs such a mean of per-sample losses. Hugging Face models return the mean over all
@@ -564,7 +551,6 @@ def mean_of_sample_means(
         logits: (B, T, V), or (B, V) of a classifier: B samples, T positions, V classes.
         labels: (B, T) or (B,) integers, at the positions of their inputs; -100 does not count.
         causal: Whether position t predicts label t + 1, as in Hugging Face's causal models.
-        label_smoothing: A number in [0, 1], as in torch's cross-entropy.
 
     Raises:
         ValueError: The shapes do not match.
@@ -579,12 +565,7 @@ def mean_of_sample_means(
         labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     samples = len(labels)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    losses = torch.nn.functional.cross_entropy(
-        logits.flatten(0, -2),
-        labels.flatten(),
-        reduction="none",
-        ignore_index=IGNORE_INDEX,
-        label_smoothing=label_smoothing,
-    ).view(samples, -1)
+    rows = logits.flatten(0, -2), labels.flatten()
+    losses = torch.nn.functional.cross_entropy(*rows, reduction="none", ignore_index=IGNORE_INDEX)
     counts = (labels.reshape(samples, -1) != IGNORE_INDEX).sum(1).clamp(min=1)
-    return (losses.sum(1) / counts).mean()
+    return (losses.view(samples, -1).sum(1) / counts).mean()

@@ -5,7 +5,6 @@ other example and of every other batch. Batches vary in size and may be empty. A
 has a release (of noise only) and must not be skipped.
 """
 
-import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +18,7 @@ from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
-from lightning_fedleak.defenses.randomness import (
-    SecretLoader,
-    begin_worker,
-    check_loading,
-    secret_states,
-)
+from lightning_fedleak.defenses.randomness import secret_states
 
 # Prefix of the hash that gives the sampling key. Another prefix would draw other examples.
 DOMAIN = b"lightning-fedleak poisson sampling 1\0"
@@ -211,7 +205,7 @@ class EmptyCollate:
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, index: int) -> None:
         self.collate = collate
-        self.key: Callable[[], bytes] | None = None  # of the random states, by `secret_loader`
+        self.key: Callable[[], bytes] | None = None  # of the random states, by `poisson_loader`
         self.rows = int(getattr(collate, "rows_per_example", 1))
         self.dataset = dataset
         self.index = index
@@ -248,28 +242,6 @@ class EmptyCollate:
                 f"make {self.rows} for each"
             )
         return batch
-
-
-def secret_loader(
-    loader: DataLoader[Any], sampler: PoissonBatchSampler, first: int, **settings: Any
-) -> SecretLoader:
-    """Return a loader of the same examples with another batch sampler and secret random states.
-
-    Args:
-        loader: The user's loader.
-        sampler: The batch sampler.
-        first: The index of the example of which an empty batch is made.
-        settings: The other settings of the DataLoader.
-
-    Raises:
-        DefenseError: The dataset or the collate function has random numbers of its own.
-    """
-    check_loading(loader.dataset, loader.collate_fn)
-    collate = EmptyCollate(loader.collate_fn, loader.dataset, first)
-    collate.key = sampler.loading_key
-    begin = loader.worker_init_fn, loader.collate_fn, sampler.loading_key()
-    settings |= {"worker_init_fn": functools.partial(begin_worker, *begin), "generator": None}
-    return SecretLoader(loader.dataset, batch_sampler=sampler, collate_fn=collate, **settings)
 
 
 def _emptied(once: Any, twice: Any) -> Any:

@@ -323,7 +323,9 @@ class Recorder:
             return
         try:
             if (module, choice) not in self._rules:
-                self._rules[module, choice] = self._rule_of(name, module)
+                is_adapted = module in self._adapted
+                rule = rerun.rerun if is_adapted else rule_of(name, module)
+                self._rules[module, choice] = rule
             rule = self._rules[module, choice]
             if rule is None:
                 return
@@ -349,12 +351,6 @@ class Recorder:
             arguments = module, rule, rule_input, self.parts
             hook = functools.partial(self._record_gradient, *arguments)
         output.register_hook(hook)
-
-    def _rule_of(self, name: str, module: nn.Module) -> rerun.Rule | None:
-        """Return a trained layer's rule; None if modules inside it are recorded in its place."""
-        if module in self._adapted:
-            return rerun.rerun
-        return None if module._modules and _shares_all(module) else rule_of(name, module)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _save_state(self, layer: nn.Module, args: Any) -> None:
@@ -469,16 +465,6 @@ def trains(module: nn.Module, *, inside: bool = False) -> bool:
     """
     parameters = module.parameters() if inside else module._parameters.values()
     return any(p is not None and p.requires_grad for p in parameters)
-
-
-def _shares_all(module: nn.Module) -> bool:
-    """Return whether modules inside a module hold all its trained parameters too.
-
-    The masked language model heads of Hugging Face hold the bias of their decoder like this.
-    """
-    inside = {p for child in module.children() for p in child.parameters()}
-    trained = {p for p in module._parameters.values() if p is not None and p.requires_grad}
-    return bool(inside) and trained <= inside
 
 
 def count_samples(batch: Any) -> int:

@@ -30,6 +30,7 @@ from torch.func import functional_call, vjp, vmap
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd.per_sample import Part, _Dense
+from lightning_fedleak.model.taps.hooks import random_states, set_random_states
 
 # A function that returns the per-sample gradients of a module's parameters, by the parameters'
 # names. Its arguments are the module, its input (whose first dimension is samples, or samples times
@@ -53,18 +54,16 @@ class CallState:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._devices = [device] if device.type == "cuda" else []
-        self._states = torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)
+        self._device, self._states = device, random_states(device)
         backend, dtype = device.type, torch.get_autocast_dtype(device.type)
         self._cast = torch.autocast(backend, dtype, torch.is_autocast_enabled(backend), False)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore this state within the context, and afterwards the state from before it."""
-        with torch.random.fork_rng(self._devices), self._cast:
-            torch.set_rng_state(self._states[0])
-            for device, state in zip(self._devices, self._states[1:], strict=True):
-                torch.cuda.set_rng_state(state, device)
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self._cast:
+            set_random_states(self._states, self._device)
             yield
 
 
@@ -136,21 +135,11 @@ def rerun(
     x, upstream = (tensor.reshape(*shape, *tensor.shape[1:]) for tensor in (inputs, gradient))
     run = _SampleRuns(module, trained, x, upstream)
     dropout = run.drop if state else None
-    with torch.enable_grad(), without_hooks(module, dropout), _explain_errors(module):
-        if state is None:
-            return run.gradients_at_once(slice(None), "error")
-        return _gradients_in_chunks(run, state)
-
-
-@contextmanager
-def _explain_errors(module: nn.Module) -> Iterator[None]:
-    """Turn an error of a layer within this context into one that says what to do.
-
-    Raises:
-        DefenseError: The layer raised an error other than that of a full GPU memory.
-    """
     try:
-        yield
+        with torch.enable_grad(), without_hooks(module, dropout):
+            if state is None:
+                return run.gradients_at_once(slice(None), "error")
+            return _gradients_in_chunks(run, state)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -11,6 +11,7 @@ setup.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,8 +31,11 @@ _REPLACEMENTS = {
 }
 
 
-def rule_of(name: str, module: nn.Module) -> Rule:
+def rule_of(name: str, module: nn.Module) -> Rule | None:
     """Return the rule that computes a layer's per-sample gradients.
+
+    It is None if modules inside the layer hold all its trained parameters too, and have the rules:
+    the masked language model heads of Hugging Face hold the bias of their decoder like this.
 
     Args:
         name: The name of the module in the root; "" for the root itself.
@@ -45,7 +49,12 @@ def rule_of(name: str, module: nn.Module) -> Rule:
         return experts.by_row
     if experts.is_router(module):
         return ROUTER
-    if reason := _refusal(name, module):
+    inner = {p for child in module.children() for p in child.parameters()}
+    trained = {k: p for k, p in module._parameters.items() if p is not None and p.requires_grad}
+    keys = [key for key, parameter in trained.items() if parameter not in inner]
+    if not keys:
+        return None
+    if reason := _refusal(name, module, keys, has_inner=bool(inner)):
         raise DefenseError(f"DPSGD: {reason}")
     cls = plain_type(module)
     # GPT-2's linear layer in transformers, whose weight is transposed.
@@ -54,21 +63,20 @@ def rule_of(name: str, module: nn.Module) -> Rule:
     return _RULES.get(cls, rerun)
 
 
-def _refusal(name: str, module: nn.Module) -> str:
+def _refusal(name: str, module: nn.Module, keys: Sequence[str], *, has_inner: bool) -> str:
     """Return why a module has no per-sample gradients, and what to do; "" if it has them.
 
-    Parameters that an inner module holds too are not considered; they are checked there.
+    Args:
+        name: The name of the module in the root.
+        module: The module.
+        keys: The names of its trained parameters that no module inside it holds too.
+        has_inner: Whether modules inside it have parameters.
     """
     cls = type(module).__name__
-    inner = {p for child in module.children() for p in child.parameters()}
-    trained = [k for k, p in module._parameters.items() if p is not None and p.requires_grad]
-    keys = [k for k in trained if module._parameters[k] not in inner]
-    if not keys:
-        return ""
     for base, advice in _REPLACEMENTS.items():
         if isinstance(module, base):
             return f"'{name}' is a {cls}. {advice.format(cls)}"
-    if inner or not name or needs_more(module):
+    if has_inner or not name or needs_more(module):
         return (
             f"'{name}' ({cls}) trains {keys} itself: put them into a module of their own, whose "
             "`forward` takes one tensor, or freeze them"

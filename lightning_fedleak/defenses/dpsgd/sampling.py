@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,18 +19,19 @@ from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader, Subset
 
-from lightning_fedleak.defenses.accounting.accounting import Trust
+from lightning_fedleak.defenses import randomness
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import poisson
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate
 from lightning_fedleak.defenses.dpsgd.recorder import tensors_of
-from lightning_fedleak.defenses.dpsgd.settings import GroupBy, Users
+from lightning_fedleak.defenses.dpsgd.settings import GroupBy, Trust, Users
 from lightning_fedleak.model.batches import BatchError, read_batch
 from lightning_fedleak.model.model_state import preserve_process
 
 # The number of examples that are collated to test their order. A smaller number would miss collate
 # functions that reorder few examples; a larger one costs time at setup.
 PROBES = 8
+MIN_ROWS = 4  # of a batch that tests the order: in three rows a reversal keeps the middle one
 # The number of examples from which the probes are chosen, so that their lengths differ if any do.
 CANDIDATES = 64
 
@@ -98,44 +100,35 @@ def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
 def check_order(loader: DataLoader[Any]) -> None:
     """Raise an error for a dataset or collate function that changes the order of examples.
 
-    The position of a row in the batch determines its user. A few examples are collated twice in one
-    order and once in another. A tensor that is equal in the first two batches must be reordered in
-    the third. So the outcome depends on the collate function, and not on the examples. Global
+    The position of a row in the batch determines its user. Batches of copies of one example are
+    collated, in which another example takes one place: of each tensor only the row at that place
+    may change. Tensors that two equal batches do not share are random, and show nothing. Global
     random states do not change.
 
     Raises:
         DefenseError: The order changes, or a row is made of several examples.
     """
     with preserve_process():
-        indices = _probe_indices(loader)
-        count = len(indices)
-        # Sorting, reversing and rotating do not undo this order.
-        order = [*range(1, count - 1), 0, count - 1] if count > 2 else [*range(count)][::-1]
-        tensors, repeats, permutations = (
-            _collated_tensors(loader, batch_indices)
-            for batch_indices in (indices, indices, [indices[i] for i in order])
-        )
-        has_evidence = False
-        for tensor, repeat, permutation in zip(tensors, repeats, permutations, strict=False):
-            if len(tensor) != count:
-                continue
-            if _are_equal(tensor, repeat):
-                # A tensor that does not depend on the examples, such as row numbers, is accepted.
-                keeps_order = _are_equal(tensor[order], permutation) or any(
-                    _are_equal(tensor, constant)
-                    for constant in _collated_tensors(loader, indices[:1] * count)
-                )
-                # Equal rows do not show their order.
-                has_evidence = has_evidence or not _are_equal(tensor, tensor[:1].expand_as(tensor))
-            else:
-                keeps_order = not _is_shuffled(tensor, repeat)
-            if not keeps_order:
-                raise DefenseError(
-                    f"DPSGD: unit=Users(): the collate function ({_collate_name(loader)}) or the "
-                    "dataset's `__getitems__` changes the order of rows: let row i be of example i "
-                    "(pack_padded_sequence takes enforce_sorted=False)"
-                )
-    if count > 1 and not has_evidence:
+        *others, longest = _probe_indices(loader)
+        count, has_evidence = max(MIN_ROWS, len(others) + 1), not others
+        copies, again = (_collated_tensors(loader, [longest] * count) for _ in range(2))
+        for place, other in enumerate(others, 1):
+            indices = [longest] * count
+            indices[place] = other
+            tensors = zip(_collated_tensors(loader, indices), copies, again, strict=False)
+            for tensor, plain, repeat in tensors:
+                is_fixed, is_same = _same_rows(plain, repeat), _same_rows(tensor, plain)
+                if not len(is_fixed) == len(is_same) == count or not bool(is_fixed.all()):
+                    continue
+                changed = (~is_same).nonzero().flatten().tolist()
+                if changed and changed != [place]:
+                    raise DefenseError(
+                        f"DPSGD: unit=Users(): the collate function ({_collate_name(loader)}) or "
+                        "the dataset's `__getitems__` changes the order of rows: let row i be of "
+                        "example i (pack_padded_sequence takes enforce_sorted=False)"
+                    )
+                has_evidence = has_evidence or bool(changed)
+    if not has_evidence:
         warnings.warn(
             f"DPSGD: unit=Users(): whether the collate function ({_collate_name(loader)}) keeps "
             "the order of examples could not be checked. It is trusted; make sure that it does.",
@@ -205,21 +198,16 @@ def _examples(dataset: Any, indices: list[int]) -> list[Any]:
     return list(fetch(indices)) if fetch else [dataset[index] for index in indices]
 
 
-def _are_equal(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors are equal, floating-point ones up to rounding."""
+def _same_rows(first: Tensor, second: Tensor) -> Tensor:
+    """Return (n,) whether each row of two tensors is equal, floating-point numbers up to rounding.
+
+    It is empty if the tensors have different shapes or types.
+    """
     if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    if first.is_floating_point() or first.is_complex():
-        return torch.allclose(first, second, equal_nan=True)
-    return torch.equal(first, second)
-
-
-def _is_shuffled(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have the same distinct rows, in any order."""
-    if first.shape != second.shape:
-        return False
-    rows = [sorted(repr(row) for row in tensor.tolist()) for tensor in (first, second)]
-    return rows[0] == rows[1] and len(set(rows[0])) == len(first)
+        return torch.zeros(0, dtype=torch.bool)
+    is_inexact = first.is_floating_point() or first.is_complex()
+    same = torch.isclose(first, second, equal_nan=True) if is_inexact else first == second
+    return same.flatten(1).all(1) if same.dim() > 1 else same
 
 
 def _collate_name(loader: DataLoader[Any]) -> str:
@@ -376,7 +364,8 @@ def poisson_loader(
 
     Raises:
         DefenseError: The sampling of the loader cannot be replaced without changing the examples
-            that it loads, or the shard is empty. The message says what to change.
+            that it loads, the shard is empty, or the dataset or the collate function has random
+            numbers of its own. The message says what to change.
     """
     _check_empty_fetch(loader)
     shard, steps = _shard(loader), max(1, round(1 / rate))
@@ -390,8 +379,14 @@ def poisson_loader(
     else:
         sampler = poisson.UserBatchSampler(users, shard, rows_per_user, rate, steps, draws)
         first = users[shard[0]][0]
+    randomness.check_loading(loader.dataset, loader.collate_fn)
+    collate = EmptyCollate(loader.collate_fn, loader.dataset, first)
+    collate.key = sampler.loading_key
+    begin = loader.worker_init_fn, loader.collate_fn, sampler.loading_key()
     loading = {name: getattr(loader, name) for name in LOADER_SETTINGS}
-    return poisson.secret_loader(loader, sampler, first, **loading)
+    loading |= {"worker_init_fn": partial(randomness.begin_worker, *begin), "generator": None}
+    settings = {"batch_sampler": sampler, "collate_fn": collate, **loading}
+    return randomness.SecretLoader(loader.dataset, **settings)
 
 
 def is_sharded(loader: Any) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from lightning_fedleak.defenses import base
-from lightning_fedleak.defenses.accounting.accounting import Trust
+from lightning_fedleak.defenses.accounting.accounting import Trust as Trust
 from lightning_fedleak.defenses.dpsgd.clipped_sum import MaxGradNorm, QuantileClip
 from lightning_fedleak.defenses.dpsgd.per_sample import Clipping
 

@@ -17,7 +17,7 @@ from lightning_fedleak.defenses.adam import DPAdamBC
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError, refuse
 from lightning_fedleak.defenses.dpsgd import experts
 from lightning_fedleak.defenses.dpsgd.recorder import trains, values_in
-from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers
+from lightning_fedleak.defenses.dpsgd.rerun import adapted_layers, plain_type
 from lightning_fedleak.defenses.dpsgd.rules import rule_of
 from lightning_fedleak.defenses.host import Host
 from lightning_fedleak.defenses.processes import Team
@@ -89,10 +89,11 @@ def check_model(root: nn.Module) -> None:
     """
     trainable = any(p.requires_grad for p in root.parameters())
     refuse("DPSGD: ", {"every parameter is frozen: unfreeze some, or omit DPSGD": not trainable})
-    experts.check(root)
     # Some PEFT layers are run again as a whole; the modules inside them need no rule.
     adapted, inner = adapted_layers(root)
     for name, module in root.named_modules():
+        owner = f"DPSGD: '{name or type(module).__name__}' ({plain_type(module).__name__}) "
+        refuse(owner, experts.refusals(module))
         is_trained = module in adapted or (module not in inner and trains(module))
         if is_trained and module not in adapted:
             rule_of(name, module)
@@ -113,7 +114,7 @@ def check_model(root: nn.Module) -> None:
                 is_trained and not module.training
             ),
         }
-        refuse(f"DPSGD: '{name or type(module).__name__}' ({type(module).__name__}) ", refusals)
+        refuse(owner, refusals)
 
 
 def planned_steps(context: DefenseContext, per_epoch: int) -> int:

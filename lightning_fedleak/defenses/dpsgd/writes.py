@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -250,8 +249,7 @@ class Weights:
         contents = _stack([fingerprint(p) for p in parameters])
         self._contents.update(zip(parameters, contents, strict=True))
         floating = [p for p in parameters if p.is_floating_point() and p.element_size() > 1]
-        shards = [p.to_local() if isinstance(p, DTensor) else p.detach() for p in floating]
-        sums = [shard.sum(dtype=torch.float32) for shard in shards]
+        sums = [local_part(p.detach()).sum(dtype=torch.float32) for p in floating]
         self._sums.update(zip(floating, sums, strict=True))
 
 
@@ -265,9 +263,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     Args:
         tensor: A tensor of any type; of a DTensor, only this process's shard counts.
     """
-    data = tensor.detach()
-    if isinstance(data, DTensor):
-        data = data.to_local()
+    data = local_part(tensor.detach())
     flatten = getattr(data, "__tensor_flatten__", None)
     if flatten is not None:
         inner_tensors = (getattr(data, name) for name in flatten()[0])
@@ -302,7 +298,7 @@ def _bits(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def _is_equal(first: Tensor, second: Tensor) -> Tensor:
     """Return whether two tensors have the same type, shape and bits, () on the device."""
-    first, second = (t.to_local() if isinstance(t, DTensor) else t for t in (first, second))
+    first, second = map(local_part, (first, second))
     kinds = [(t.shape, t.dtype, t.device, t.layout) for t in (first, second)]
     if kinds[0] != kinds[1] or first.layout != torch.strided:  # of sparse ones unknown
         return torch.zeros((), dtype=torch.bool)

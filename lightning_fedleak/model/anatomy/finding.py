@@ -35,10 +35,8 @@ from lightning_fedleak.validate import check_choice
 
 # Endings of the names of Hugging Face's classes.
 _CLASSIFIERS = (
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForMultipleChoice",
-    "ForQuestionAnswering",
+    *("ForSequenceClassification", "ForTokenClassification"),
+    *("ForMultipleChoice", "ForQuestionAnswering"),
 )
 _CAUSAL = ("LMHeadModel", "ForCausalLM", "DoubleHeadsModel")
 

@@ -411,7 +411,7 @@ def test_whatever_fits_costs_no_more_than_the_budget(choices) -> None:
         else:
             with pytest.raises(DefenseError, match="would exceed"):
                 budget.step(sigma, 0.05)
-    assert budget._share(budget._spent()) <= 1
+    assert budget._share(budget.history) <= 1
     if budget.steps:
         assert epsilon_of(budget.history, 1e-5, "rdp") <= 6.0
 
@@ -433,7 +433,7 @@ def test_the_filter_resumes_and_pickles(tmp_path: Path) -> None:
     assert budget.steps == 6
     fresh = RenyiFilter(6.0, 1e-5)
     fresh.load_state_dict(budget.state_dict())
-    assert fresh._share(fresh._spent()) == pytest.approx(budget._share(budget._spent()))
+    assert fresh._share(fresh.history) == pytest.approx(budget._share(budget.history))
     assert RenyiFilter(6.0, 1e-5, ledger=tmp_path / "ledger").history == budget.history
     assert pickle.loads(pickle.dumps(budget)).history == budget.history
 
@@ -512,27 +512,23 @@ def spend(budget: Budget, most: int) -> int:
             budget.check_affords_another()
         except BudgetSpent:
             return released
-        budget.settle_next()[1]()
+        budget.count_release()
     return most
 
 
 @pytest.mark.parametrize("path", [None, "ledger"])
-def test_a_settled_release_counts_until_the_budget_changes(
-    path: str | None, tmp_path: Path
-) -> None:
+def test_a_release_counts_with_the_noise_of_the_budget(path: str | None, tmp_path: Path) -> None:
     local = fixed(2.0)
     if path:
         local.open_ledger(tmp_path / path)
     local.settle(0.1, DELTA, lambda: BUDGET_STEPS)
-    noise, count = local.settle_next()
-    assert local.next_release == (noise, count)
-    for _ in range(3):
-        count()
-    assert (noise, local.accountant.history) == (2.0, ((2.0, 0.1, 3),))
+    for local.is_counted in (True, False, True, True):
+        local.count_release()
+    assert (local.noise_now, local.accountant.history) == (2.0, ((2.0, 0.1, 3),))
     local.noise_multiplier = 3.0
-    assert local.next_release is None
     with pytest.raises(DefenseError, match="are not those of earlier releases"):
-        local.settle_next()
+        local.count_release()
+    assert local.accountant.steps == 3
 
 
 @pytest.mark.parametrize(("kind", "saved"), [("rdp", False), ("rdp", True), ("filter", False)])
@@ -587,7 +583,7 @@ def test_releases_with_noise_that_can_be_guessed_stay_infinite(
     assert resumed.accountant.steps == 3
     assert resumed.privacy.epsilon == math.inf
     with pytest.raises(DefenseError, match="are not those of earlier releases"):
-        resumed.settle_next()[1]()
+        resumed.count_release()
 
 
 @pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.2), (2.0, 0.1)])

@@ -41,7 +41,7 @@ def allowed(order: float) -> float:
 
 def share_of(defense: DPSGD) -> float:
     account = defense.accountant
-    return account._share(account._spent())  # type: ignore[union-attr]
+    return account._share(account.history)  # type: ignore[union-attr]
 
 
 def order_of(defense: DPSGD) -> float:
@@ -153,7 +153,7 @@ def test_a_resumed_run_stays_hardened_and_forgets_nothing() -> None:
     again = Run(resumed)
     assert resumed.notches == 1
     assert resumed.privacy.noise_multiplier == 12.0
-    assert share_of(resumed) == defense.accountant._share(defense.accountant._spent())
+    assert share_of(resumed) == defense.accountant._share(defense.accountant.history)
     assert order_of(resumed) == order_of(defense)
     torch.testing.assert_close(again.step(first(0)), run.step(first(0)), rtol=1e-5, atol=1e-6)
     resumed.load_state_dict({"releases": 0, "notches": 0})

@@ -81,7 +81,6 @@ def joined(results: list[GameResult]) -> GameResult:
         results[0],
         **{name: torch.cat([getattr(r, name) for r in results]) for name in columns},
         batches=torch.cat([r.batches + s for r, s in zip(results, shift, strict=True)]),
-        seconds=sum(r.seconds for r in results),
     )
 
 

@@ -7,7 +7,6 @@ once, A_attack crafts the layers for a target sentence, and A_guess guesses the 
 gradient. In a *collision* the state that the attack reads is also in another sentence of the batch.
 """
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -248,8 +247,6 @@ class _GameRun:
         self.guesses: list[dict[str, list[Tensor]]] = [
             {"guesses": [], "scores": [], "collides": []} for _ in attacks
         ]
-        self.seconds = [0.0] * len(attacks)
-        self.dtype = ""
 
     def play(self, number: int, challenge: pools.Challenge) -> None:
         """Play the games of one challenge."""
@@ -257,8 +254,7 @@ class _GameRun:
         query, embedded = self._server_states(challenge)
         shared = self._shared_gradient(ids, mask) if self.passive else None
         upstreams: dict[tuple[int, str], Tensor] = {}
-        for a, (attack, columns) in enumerate(zip(self.attacks, self.guesses, strict=True)):
-            start = time.perf_counter()
+        for attack, columns in zip(self.attacks, self.guesses, strict=True):
             if isinstance(attack, readers.PassiveMembership):
                 assert shared is not None
                 guess = attack.run(Observation((shared,)), query)
@@ -268,9 +264,7 @@ class _GameRun:
                 if key not in upstreams:
                     whole = attack.granularity == "full"
                     upstreams[key] = generic_upstream(hidden, whole, self.client_generator)
-                    start = time.perf_counter()  # the client's work is not the adversary's time
                 targets = attack.embed(embedded[attack.layer], query)
-                self.dtype = str(embedded[attack.layer].dtype).removeprefix("torch.")
                 gradient = attack.gradient(targets, hidden, mask, upstreams[key]).sum(0)
                 guess = attack.guess(gradient)
                 collides = find_collisions(
@@ -280,7 +274,6 @@ class _GameRun:
                     ahead=self.ahead[attack.layer],
                     positional=self.positional,
                 )
-            self.seconds[a] += time.perf_counter() - start
             columns["guesses"].append(guess.members.detach().cpu())
             columns["scores"].append(guess.scores.detach().cpu().double())
             columns["collides"].append(collides)
@@ -293,14 +286,13 @@ class _GameRun:
         labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
         batch = TokenBatch(ids, labels, mask, self.anatomy.kind)
         gradients = readers.gradient_of(self.anatomy, batch, self.roles)
-        self.dtype = str(next(iter(gradients.values())).dtype).removeprefix("torch.")
         return GradientSnapshot(0, Stage.SHARED, gradients)
 
     def results(self) -> list[GameResult]:
         """Return the result of each attack, in order."""
         truth = {name: torch.cat(values) for name, values in self.truth.items()}
         results = []
-        for attack, columns, seconds in zip(self.attacks, self.guesses, self.seconds, strict=True):
+        for attack, columns in zip(self.attacks, self.guesses, strict=True):
             crafted = attack if isinstance(attack, readers.MembershipAttack) else None
             all_columns = {name: torch.cat(values) for name, values in columns.items()}
             results.append(
@@ -311,8 +303,6 @@ class _GameRun:
                     **truth,
                     **all_columns,
                     relation=self.config.relation,
-                    dtype=self.dtype,
-                    seconds=seconds,
                 )
             )
         return results

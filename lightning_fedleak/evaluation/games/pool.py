@@ -76,8 +76,6 @@ class GameResult:
             fails, and the attack cannot decide.
         batches: (n,) int, the number of the D that a game was played on.
         positions: (n,) int, the target token (not used by an attack on whole sentences).
-        dtype: The dtype of the model.
-        seconds: The time of the adversary in all games (A_attack, gradient, A_guess).
         relation: ``"replace_one"`` or ``"add_remove"``, see :class:`GameConfig`.
     """
 
@@ -90,8 +88,6 @@ class GameResult:
     collides: Tensor
     batches: Tensor
     positions: Tensor
-    dtype: str
-    seconds: float = 0.0
     relation: Relation = "replace_one"
 
     def __len__(self) -> int:

@@ -280,3 +280,9 @@ def _steps_between_looks(line: records.JsonObject) -> int | None:
     looks = str(monitor.get("looks", "")) if isinstance(monitor, dict) else ""
     name, _, interval = looks.partition("=")
     return int(interval) if name == "every_n_steps" and interval.isdecimal() else None
+
+
+def runs_below(run: Path) -> str:
+    """Return words that name the folders of other runs in a run's folder; empty without any."""
+    folders = sorted({path.parent.name for path in run.glob("version_*/*.jsonl")})
+    return f"other runs are in {', '.join(folders)} of '{run}'" if folders else ""

@@ -64,10 +64,8 @@ def verify_run(
     verdict.lines |= {name: len(log.hashes) for name, log in logs.items()}
     verdict.heads |= {name: log.head for name, log in logs.items()}
     chain.check_closings(logs[records.RECORD], logs[records.RESULTS], verdict)
-    if others := sorted({path.parent.name for path in run.glob("version_*/*.jsonl")}):
-        verdict.leave_open(
-            f"other runs are in {', '.join(others)} of '{run}': they are not checked; verify each"
-        )
+    if other_runs := chain.runs_below(run):
+        verdict.leave_open(f"{other_runs}: they are not checked; verify each")
     if chain.check_plans(logs[records.RECORD], verdict):
         checked.append("looks at the planned steps")
     else:
@@ -77,7 +75,7 @@ def verify_run(
     fits = [] if verdict.contradictions else read([run / records.RECORD]).fits
     for fit in fits:
         _check_gates(fit, verdict)
-    not_checked += sorted({fit.begin.stated for fit in fits if fit.begin is not None} - {""})
+    not_checked += _stated(fits)
     _check_report(run / REPORT, run, fits, records.as_json, verdict)
     if heads:
         checked.append("noted hashes")
@@ -103,6 +101,11 @@ def verify_run(
     else:
         checked += _check_repetition(last_fit, repetition, verdict)
     return verdict
+
+
+def _stated(fits: Sequence[FitLog]) -> list[str]:
+    """Return what users say of runs, which nothing checks."""
+    return sorted({fit.begin.stated for fit in fits if fit.begin is not None} - {""})
 
 
 # ---- gates --------------------------------------------------------------------------------------

@@ -212,8 +212,8 @@ class NamedAttack:
 
     name: str
     tried: str
-    results: Sequence[str]
-    visible: Sequence[str]
+    results: list[str]
+    visible: list[str]
 
 
 def named_attacks(attacks: Sequence[AttackSummary]) -> list[NamedAttack]:
@@ -230,9 +230,11 @@ def named_attacks(attacks: Sequence[AttackSummary]) -> list[NamedAttack]:
             targets.append(f"unknown for the trained model: no result of {silent}")
         if shared := [(a, a.headline, "") for a in on_updates if a.family.name in families]:
             targets.insert(bool(tests), "what clients shared")
-        results = [_result(attack, shown) for attack, shown, _ in tests + shared]
-        visible = [f"{attack.name}: {_visible(attack, of)}" for attack, _, of in tests + shared]
-        rows.append(NamedAttack(name, "; ".join(targets) or NOT_TRIED, results, visible))
+        row = NamedAttack(name, "; ".join(targets) or NOT_TRIED, [], [])
+        for attack, shown, of in tests + shared:
+            row.results.append(_result(attack, shown))
+            row.visible.append(f"{attack.name}: {_visible(attack, of)}")
+        rows.append(row)
     return rows
 
 

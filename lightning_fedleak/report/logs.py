@@ -238,7 +238,6 @@ def _merge_begins(begins: Sequence[records.BeginLine]) -> records.BeginLine:
     names = {attack.name for attack in attacks}
     not_played = _unique_by_name([begin.not_played or () for begin in begins])
     monitors = [begin.monitor for begin in begins if begin.monitor is not None]
-    unread = begins[0].unread or ()
     return replace(
         begins[0],
         attacks=attacks,
@@ -246,10 +245,16 @@ def _merge_begins(begins: Sequence[records.BeginLine]) -> records.BeginLine:
         not_played=tuple(attack for attack in not_played if attack.name not in names),
         gates=_unique_by_name([begin.gates or () for begin in begins]),
         defenses=tuple(defense for begin in begins for defense in begin.defenses),
-        unread=tuple(n for n in unread if all(n in (b.unread or ()) for b in begins)),
+        unread=_unread_by_all(begins),
         monitor=_merge_settings(monitors) if monitors else None,
         settings_hash=", ".join(begin.settings_hash or NOT_RECORDED for begin in begins),
     )
+
+
+def _unread_by_all(begins: Sequence[records.BeginLine]) -> tuple[str, ...]:
+    """Return the parameters that no attack of any monitor reads."""
+    names, *others = [begin.unread or () for begin in begins]
+    return tuple(name for name in names if all(name in unread for unread in others))
 
 
 def _merge_settings(monitors: Sequence[records.MonitorFacts]) -> records.MonitorFacts:

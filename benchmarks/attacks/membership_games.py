@@ -4,7 +4,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.defenses import DefenseContext, TokenLDP
 from lightning_fedleak.evaluation.games import GameConfig, GameResult, SentencePool, play
-from lightning_fedleak.evaluation.games.pool import game_challenges, pad
+from lightning_fedleak.evaluation.games.pool import Challenge, game_challenges, pad
 from lightning_fedleak.model.anatomy import Anatomy
 
 PLANTED = " ".join(["This is the sentence that is looked for."] * 11)
@@ -81,7 +81,6 @@ def joined(results: list[GameResult]) -> GameResult:
         results[0],
         **{name: torch.cat([getattr(r, name) for r in results]) for name in columns},
         batches=torch.cat([r.batches + s for r, s in zip(results, shift, strict=True)]),
-        seconds=sum(r.seconds for r in results),
     )
 
 
@@ -116,11 +115,11 @@ def replacing(anatomy: Anatomy, defense: TokenLDP, job: str) -> Callable:
 
 def played_on_replaced(
     anatomy: Anatomy, attacks: list[MembershipAttack], pool: SentencePool, config: GameConfig,
-    defense: TokenLDP, job: str, planted: Tensor | None = None,
+    defense: TokenLDP, job: str, challenges: Iterable[Challenge] | None = None,
 ) -> list[GameResult]:  # fmt: skip
     """Games in which the client's ids are replaced."""
     defend = replacing(anatomy, defense, job)
-    return play(anatomy, attacks, pool, config, planted=planted, defend=defend)
+    return play(anatomy, attacks, pool, config, challenges=challenges, defend=defend)
 
 
 def seen_in_clear(

@@ -11,7 +11,7 @@ import functools
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -25,6 +25,7 @@ from benchmarks.attacks.membership_games import (
     attention,
     halves,
     joined,
+    played_on_replaced,
     prepared,
 )
 from benchmarks.papers import tables
@@ -40,10 +41,12 @@ from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.cli.studies.models import find_model
 from lightning_fedleak.defenses import BatchForm, TokenLDP
 from lightning_fedleak.evaluation.games import GameConfig, GameResult, SentencePool, play
+from lightning_fedleak.evaluation.games.pool import Challenge, pad
 from lightning_fedleak.model.anatomy import Anatomy
 
 PROTOCOLS = {"game": "Fig. 2", "authors": "authors' code", "reference": "reference implementation"}
 METRICS = ("accuracy", "f1", "auc")
+AUTHORS_POSITION = 10  # index of the target token in the authors' code
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,33 @@ def adversaries(
     return attacks
 
 
+def authors_challenges(
+    pool: SentencePool, planted: torch.Tensor, batch: int, games: int
+) -> Iterator[Challenge]:
+    """The two worlds of the authors' published code, which has no random bit.
+
+    World 1 is the first ``batch`` sentences of the text with ``planted`` in place of the first,
+    world 0 the same sentences as they are. The target is always ``planted``. Their code repeats
+    this on the same sentences; run r takes the r-th ``batch`` sentences here, so run 0 is theirs.
+    Their model reads the padding, so that all rows are as long as ``planted``.
+    """
+    if len(pool) < batch * games // 2 or len(planted) < pool.tokens:
+        raise ValueError(f"{games} games need {batch * games // 2} sentences, and a long target")
+    (planted, *rows), _ = pad([planted[: pool.tokens], *pool.rows], pool.pad_id)
+    if any(torch.equal(row, planted) for row in rows):
+        raise ValueError("the planted sentence occurs in the text: plant another one")
+    for run in range(games // 2):
+        world = rows[run * batch : (run + 1) * batch]
+        for data, bit in (((planted, *world[1:]), True), (tuple(world), False)):
+            places = torch.tensor([0 if bit else -1]), torch.tensor([AUTHORS_POSITION])
+            yield Challenge(data, (planted,), torch.tensor([bit]), places[1], places[0])
+
+
+def by_the_mean(results: Sequence[GameResult]) -> list[GameResult]:
+    """The guesses of the authors' code: above the mean score of both worlds."""
+    return [replace(r, guesses=r.scores > r.scores.mean()) for r in results]
+
+
 def measure_games(
     *, model: str, text: str, protocol: str, group: str, layers: Sequence[int], games: int,
     batch: int, tokens: int, pool: int, public_texts: int, seed: int, models: Mapping[str, str],
@@ -188,11 +218,13 @@ def measure_games(
     """Games without a defence. ``group``: which adversaries."""
     at = played(models[model], text, pool, public_texts, tokens)
     attacks = adversaries(group, layers, at.public, tokens, batch)
-    config = GameConfig(
-        games=games, batch=batch, protocol=protocol, forwards="pooled", seed=seed + _seed(text)
-    )
-    results = play(at.anatomy, attacks, at.pool, config, planted=at.planted)
-    if group == "published" and protocol == "game":
+    config = GameConfig(games=games, batch=batch, seed=seed + _seed(text))
+    if protocol == "authors":
+        challenges = authors_challenges(at.pool, at.planted, batch, games)
+        played_games = play(at.anatomy, attacks, at.pool, config, challenges=challenges)
+        return [result_row(result) for result in by_the_mean(played_games)]
+    results = play(at.anatomy, attacks, at.pool, config)
+    if group == "published":
         results += by_public_games(at, attacks[::2], results[::2], config, games)
     return [result_row(result) for result in results]
 
@@ -270,12 +302,14 @@ def measure_ldp(
             kind = ReferenceLDP if protocol == "reference" else TokenLDP
             defense = kind.as_published(mechanism, epsilon, special_ids=at.tokenizer, form=form)
         config = GameConfig(
-            games=authors_games if authors else targets, batch=batch,
-            protocol="authors" if authors else "game",
-            seed=seed + _seed(text) + 10 * block, targets_per_batch=1 if authors else targets,
+            games=targets, batch=batch, targets_per_batch=targets,
+            seed=seed + _seed(text) + 10 * block,
         )  # fmt: skip
-        play_one = functools.partial(membership_games.played_on_replaced, planted=at.planted)
-        rounds.append(play_one(at.anatomy, attacks, at.pool, config, defense, job))
+        options: dict[str, Any] = {}
+        if authors:
+            options["challenges"] = authors_challenges(at.pool, at.planted, batch, authors_games)
+        results = played_on_replaced(at.anatomy, attacks, at.pool, config, defense, job, **options)
+        rounds.append(by_the_mean(results) if authors else results)
     return [result_row(joined(list(parts))) for parts in zip(*rounds, strict=True)]
 
 

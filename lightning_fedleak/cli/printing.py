@@ -1,8 +1,6 @@
 """What commands share: tables, numbers, folders of results, names of models and texts."""
 
-import itertools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -51,30 +49,6 @@ def write_json(console: Console, path: Path | None, content: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(as_json(content), indent=1, allow_nan=False) + "\n")
     console.print(str(path))
-
-
-class LinesTable:
-    """A table that prints each row at once, as a line.
-
-    Args:
-        console: The console to print to.
-        headers: The headers of the columns; a header may have several lines.
-        widths: The widths of the columns, in characters.
-    """
-
-    def __init__(self, console: Console, headers: Sequence[str], widths: Sequence[int]) -> None:
-        self._console, self._headers, self._widths = console, headers, widths
-
-    def print_headers(self) -> None:
-        """Print the headers, aligned at their last lines."""
-        lines = [reversed(header.split("\n")) for header in self._headers]
-        for cells in reversed([*itertools.zip_longest(*lines, fillvalue="")]):
-            self.add(cells)
-
-    def add(self, cells: Sequence[str]) -> None:
-        """Print a row."""
-        line = "".join(f"{c:>{w}}" for c, w in zip(cells, self._widths, strict=True))
-        self._console.print(line.rstrip(), soft_wrap=True, highlight=False)
 
 
 def print_table(console: Console, table: Table) -> None:

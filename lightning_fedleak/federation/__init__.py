@@ -6,7 +6,6 @@ integrations with Flower and NVFlare are in :mod:`.flower` and :mod:`.nvflare`.
 
 from lightning_fedleak.federation.client_dp import ClientDP as ClientDP
 from lightning_fedleak.federation.client_dp import ClientReleaseSettings as ClientReleaseSettings
-from lightning_fedleak.federation.client_dp import Trusted as Trusted
 from lightning_fedleak.federation.hand_over import HandOver as HandOver
 from lightning_fedleak.federation.hand_over import TrainedOn as TrainedOn
 from lightning_fedleak.federation.hand_over import recording as recording

@@ -9,24 +9,20 @@ its attacks against these batches.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from lightning_fedleak.lightning_packages import EitherCallback
 from lightning_fedleak.messages import rank_zero_warn
-from lightning_fedleak.private_files import check_private, save_private
+from lightning_fedleak.private_files import check_private, load_state, save_state
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
@@ -128,18 +124,13 @@ class HandOver:
         for path in sorted(self.folder.glob("*.safetensors")):
             try:
                 check_private(path)
-                with safe_open(path, "pt") as file:
-                    metadata = file.metadata()
-                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                report = load_state(path)
             finally:
                 path.unlink()
-            if "rate" not in metadata:
-                leaves = {**tensors, **json.loads(metadata["values"])}
-                ordered = [leaves[str(n)] for n in range(len(leaves))]
-                tree = pytree.treespec_loads(metadata["tree"])
-                recorded.append(pytree.tree_unflatten(ordered, tree))
-            elif metadata["rank"] == "0":
-                recorded.add_step(json.loads(metadata["rate"]))
+            if "batch" in report:
+                recorded.append(report["batch"])
+            elif report["rank"] == "0":
+                recorded.add_step(report["rate"])
         return recorded
 
     def close(self) -> None:
@@ -165,28 +156,21 @@ class _Sender:
         self._numbers = itertools.count()  # the number of the next file
 
     def append(self, batch: Any) -> None:
-        """Write a batch: its tensors, and the other values and its structure as JSON."""
-        leaves, tree = pytree.tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
-        tensors = {
-            str(n): leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for n, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor)
-        }
-        plain = {str(n): leaf for n, leaf in enumerate(leaves) if str(n) not in tensors}
-        self._write(tensors, {"values": json.dumps(plain), "tree": pytree.treespec_dumps(tree)})
+        """Write a batch, in which lists then stand for tuples."""
+        self._write({"batch": batch})
 
     def add_step(self, rate: float | None) -> None:
         """Write that an optimizer step was taken."""
-        self._write({}, {"rate": json.dumps(rate)})
+        self._write({"rate": rate})
 
-    def _write(self, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    def _write(self, report: dict[str, Any]) -> None:
         """Write a report into a new file; sorted names give the order of the reports."""
         folder, rank = Path(os.environ[FOLDER]), os.environ.get("RANK", "0")
         if not folder.is_dir():  # nobody receives any more
             return
         # All processes of a round count files from 0, so their ids make the names unique.
         name = f"{next(self._numbers):09d}.{rank}.{os.getpid()}.safetensors"
-        save_private(folder / name, tensors, metadata | {"rank": rank})
+        save_state(folder / name, report | {"rank": rank})
 
 
 _SENDER = _Sender()

@@ -212,36 +212,30 @@ class NamedAttack:
 
     name: str
     tried: str
-    results: Sequence[str]
-    visible: Sequence[str]
+    results: list[str]
+    visible: list[str]
 
 
 def named_attacks(attacks: Sequence[AttackSummary]) -> list[NamedAttack]:
     """Return a row for each attack that the Opinion names."""
-    return [_named_attack(attacks, *row) for row in _ATTACKS]
-
-
-def _named_attack(
-    attacks: Sequence[AttackSummary], name: str, metric: str, families: Sequence[str], unit: str
-) -> NamedAttack:
-    """Return a row of the table; the last four arguments are a row of ``_ATTACKS``."""
-    measured = [a for a in attacks if _is_on_texts(a) and a.rates.get(metric) is not None]
-    of_updates = [
-        a
-        for a in attacks
-        if a.stage not in (RELEASED, "local") and a.looks and a.family.name in families
-    ]
-    targets = ["the trained model"] * bool(measured) + ["what clients shared"] * bool(of_updates)
-    silent = [a.name for a in attacks if _is_on_texts(a) and not a.looks]
-    if silent and metric and not measured:
-        targets.append(f"unknown for the trained model: no result of {', '.join(silent)}")
-    return NamedAttack(
-        name,
-        "; ".join(targets) or NOT_TRIED,
-        [_result(a, metric) for a in measured] + [_result(a, a.headline) for a in of_updates],
-        [f"{a.name}: {_visible(a, unit)}" for a in measured]
-        + [f"{a.name}: {_visible(a)}" for a in of_updates],
-    )
+    rows = []
+    # An attack on canaries, which are planted, tests no text of the data.
+    on_texts = [a for a in attacks if a.stage == RELEASED and a.family.name not in records.PLANTED]
+    on_updates = [a for a in attacks if a.stage not in (RELEASED, "local") and a.looks]
+    silent = ", ".join(a.name for a in on_texts if not a.looks)
+    for name, metric, families, unit in _ATTACKS:
+        tests = [(a, metric, unit) for a in on_texts if a.rates.get(metric) is not None]
+        targets = ["the trained model"] * bool(tests)
+        if silent and metric and not tests:
+            targets.append(f"unknown for the trained model: no result of {silent}")
+        if shared := [(a, a.headline, "") for a in on_updates if a.family.name in families]:
+            targets.insert(bool(tests), "what clients shared")
+        row = NamedAttack(name, "; ".join(targets) or NOT_TRIED, [], [])
+        for attack, shown, of in tests + shared:
+            row.results.append(_result(attack, shown))
+            row.visible.append(f"{attack.name}: {_visible(attack, of)}")
+        rows.append(row)
+    return rows
 
 
 def tiers(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
@@ -251,11 +245,6 @@ def tiers(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
     """
     canaries = [attack for attack in attacks if attack.family.name == records.CANARIES.name]
     return sorted(canaries, key=lambda attack: (len(attack.name), attack.name))  # as x4 before x16
-
-
-def _is_on_texts(attack: AttackSummary) -> bool:
-    """Return whether an attack tests the trained model on texts of the data, not planted ones."""
-    return attack.stage == RELEASED and attack.family.name not in records.PLANTED
 
 
 def _result(attack: AttackSummary, metric: str) -> str:
@@ -296,7 +285,7 @@ def smallest_rate(attack: AttackSummary) -> float | None:
     return (1 - 0.2 ** (1 / n)) / recall if recall > 0 else math.inf
 
 
-def _visible(attack: AttackSummary, unit: str = "") -> str:
+def _visible(attack: AttackSummary, unit: str) -> str:
     """Return the smallest rate that an attack could detect, in words."""
     rate = smallest_rate(attack)
     if rate is None:

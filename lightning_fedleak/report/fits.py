@@ -203,26 +203,22 @@ def fit_summaries(logs: Sequence[FitLog], problems: list[str]) -> list[FitSummar
         logs: The logs of all fits.
         problems: The list of a report's problems; those of the ledgers are added to it.
     """
-    fits: list[FitSummary] = []
-    for monitors in grouped(logs, lambda log: log.fit_name).values():
-        fit, ledger_problems = _fit_summary(merge_monitors(monitors))
-        fits.append(fit)
-        problems += ledger_problems
-    return fits
+    fits = grouped(logs, lambda log: log.fit_name).values()
+    return [_fit_summary(merge_monitors(monitors), problems) for monitors in fits]
 
 
-def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
-    """Return the summary of a fit, and the problems with the ledgers of its defences."""
+def _fit_summary(log: FitLog, problems: list[str]) -> FitSummary:
+    """Return the summary of a fit, and add the problems with the ledgers of its defences."""
     begin = log.begin or records.BeginLine(run=log.run)
     results = FitResults(log)
     attacks = results.attacks()
-    spendings, problems = accounts(log)
+    spendings = accounts(log, problems)
     not_played = _not_played(log)
     shared = _shared(log.begin, len(results.clients), spendings)
     # Flower counts rounds from 1. Elsewhere steps and rounds are counted from 0: a look with the
     # number of the end is on the trained model, after the last step, and is no step of its own.
     from_one = log.is_federation and min(log.looks_at, default=0) == 1
-    summary = FitSummary(
+    return FitSummary(
         name=log.folder.resolve().name,
         run=log.run or NOT_RECORDED,
         monitors=log.monitors,
@@ -253,7 +249,6 @@ def _fit_summary(log: FitLog) -> tuple[FitSummary, list[str]]:
         values=results.values,
         reference=_reference_in_words(log),
     )
-    return summary, problems
 
 
 def _reference_in_words(log: FitLog) -> str:

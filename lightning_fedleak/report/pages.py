@@ -32,6 +32,7 @@ from markupsafe import Markup
 
 from lightning_fedleak.messages import rank_zero_info, rank_zero_warn
 from lightning_fedleak.private_files import read_regular, write_whole
+from lightning_fedleak.report import wording
 from lightning_fedleak.report.attacks import (
     NOT_TRIED,
     RELEASED,
@@ -45,15 +46,7 @@ from lightning_fedleak.report.fits import FitSummary, fit_summaries
 from lightning_fedleak.report.logs import Logs, ReportError, read
 from lightning_fedleak.report.overview import Overview, Reading, of_what_left, overview, plain
 from lightning_fedleak.report.records import ENTITIES, HIGH, JsonObject, MetricValue, as_json, named
-from lightning_fedleak.report.wording import (
-    MEASURES,
-    brief,
-    brief_interval,
-    in_words,
-    interval,
-    share,
-    visible,
-)
+from lightning_fedleak.report.wording import interval
 from lightning_fedleak.validate import explain_errors
 
 SCHEMA = 4
@@ -127,7 +120,7 @@ def findings(logs: Logs, people: JsonObject | None = None) -> Findings:
         problems=problems,
         people=dict(people or {}),
     )
-    return visible(content)
+    return wording.visible(content)
 
 
 def _verdict(
@@ -227,16 +220,17 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"in_words": in_words, "share": share, "interval": interval}
-    environment.filters |= {"rates": _shown_rates, "most": _rounded_up, "brief": brief}
-    environment.filters |= {"ends_in_words": brief_interval, "css": _css_width}
+    environment.filters |= {"in_words": wording.in_words, "share": wording.share}
+    environment.filters |= {"interval": interval, "ends_in_words": wording.brief_interval}
+    environment.filters |= {"rates": _shown_rates, "most": _rounded_up, "brief": wording.brief}
+    environment.filters |= {"css": _css_width}
     functions = (compared_figures, figures, memorized_rows, glossary, release_rows, tiers)
     environment.globals |= {function.__name__: function for function in functions}
     script = _source("page.js")
     environment.globals |= {
         "names": names_of,
         "max_runs": MAX_RUNS,
-        "measures": MEASURES,
+        "measures": wording.MEASURES,
         "shown_measures": lambda overviews: {r.measure for o in overviews for r in o.readings},
         "together": TOGETHER,
         "ends": _gauge_ends,
@@ -275,7 +269,7 @@ def _shown_rates(rates: Mapping[str, MetricValue | None]) -> dict[str, object]:
 
 def _rounded_up(rate: float | None) -> str:
     """Return an upper bound of a rate, rounded up to three decimals."""
-    return share(rate and math.ceil(1e3 * rate - 1e-9) / 1e3)
+    return wording.share(rate and math.ceil(1e3 * rate - 1e-9) / 1e3)
 
 
 def glossary(runs: Sequence[FitSummary]) -> list[tuple[str, str]]:
@@ -373,7 +367,7 @@ def _fit_lines(fit: FitSummary) -> list[str]:
 
 def _plain(value: object) -> str:
     """Return a value in words on one line, with characters of Markdown and HTML escaped."""
-    return re.sub(r"([\\`*_{}\[\]<>|#~!])", r"\\\1", " ".join(in_words(value).split()))
+    return re.sub(r"([\\`*_{}\[\]<>|#~!])", r"\\\1", " ".join(wording.in_words(value).split()))
 
 
 REPORT_TOML = "report.toml"

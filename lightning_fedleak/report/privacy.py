@@ -199,19 +199,17 @@ def clip_in_words(settings: records.JsonObject) -> object:
     return f"{norm} at first, then by the {quantile} quantile" if quantile else norm
 
 
-def accounts(log: FitLog) -> tuple[list[Account], list[str]]:
-    """Return the account of each defence of a fit, and the problems with their ledgers."""
+def accounts(log: FitLog, problems: list[str]) -> list[Account]:
+    """Return the account of each defence of a fit, and add the problems with their ledgers."""
     facts = grouped(log.begin.defenses if log.begin else (), lambda defense: defense.name)
     steps: list[records.LookLine | records.MetricsLine] = [*log.looks, *log.metrics]
     lines = [*sorted(steps, key=attrgetter("step")), *([log.end] if log.end else [])]
     spent_at = [(line.step, spending) for line in lines for spending in line.privacy or ()]
     spendings = grouped(spent_at, lambda pair: pair[1].defense)
-    problems: list[str] = []
-    all_accounts = [
+    return [
         _account(log, pairs, facts.get(name, [records.DefenseFacts(name=name)]), problems)
         for name, pairs in spendings.items()
     ]
-    return all_accounts, problems
 
 
 def _account(

@@ -162,6 +162,8 @@ class FitResults:
         reasons = [_reason(line, headline) for line in sent]
         is_stale = stage == RELEASED and bool(last.metrics) and not self.is_by_client
         refuted = _numbers(line.value("refuted") for line in sent)
+        needs = facts.needs
+        dishonest = None if needs is None else any(x.startswith(_DISHONEST_PREFIX) for x in needs)
         summary = AttackSummary(
             **(vars(total) | {"last": last.metric(headline)}),
             name=name,
@@ -170,7 +172,7 @@ class FitResults:
             headline=headline,
             chance=family.chance_of(headline),
             adversary=facts.adversary or NOT_RECORDED,
-            dishonest=_is_dishonest(facts),
+            dishonest=dishonest,
             reads=list(facts.reads),
             config=facts.config or lines[-1].config,
             exposed=any(line.was_shared for line in lines),
@@ -385,13 +387,6 @@ def _quoted(
         line.value(f"{headline}_of_control"),
         is_latest,
     )
-
-
-def _is_dishonest(facts: records.AttackFacts) -> bool | None:
-    """Return whether an attack needs a dishonest server; None if that was not recorded."""
-    if facts.needs is None:
-        return None
-    return any(need.startswith(_DISHONEST_PREFIX) for need in facts.needs)
 
 
 def _reason(line: records.ResultLine, headline: str) -> str | None:

@@ -18,18 +18,8 @@ from lightning_fedleak.attacks.membership.subspace import SubspaceMembership
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.evaluation.auditing import audit_games, audit_scores
 from lightning_fedleak.evaluation.games import GameConfig, SentencePool, play
-from lightning_fedleak.evaluation.games.play import (
-    _PooledStates,
-    client_states,
-    find_collisions,
-    reads_ahead,
-)
-from lightning_fedleak.evaluation.games.pool import (
-    Challenge,
-    authors_challenges,
-    game_challenges,
-    pad,
-)
+from lightning_fedleak.evaluation.games.play import client_states, find_collisions, reads_ahead
+from lightning_fedleak.evaluation.games.pool import Challenge, game_challenges, pad
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.model_runs import hidden_states, undisturbed
 from tests.helpers.models import (
@@ -41,7 +31,7 @@ from tests.helpers.models import (
     tiny_t5,
 )
 
-POOLS = importlib.import_module("lightning_fedleak.evaluation.games.pool")
+PAPER = importlib.import_module("benchmarks.papers.membership")
 MODELS = {"gpt2": tiny_gpt2, "llama": tiny_llama, "bert": tiny_bert_mlm}
 
 
@@ -79,27 +69,13 @@ def attacks_of(layer: int) -> list:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_pooled_forwards_give_the_same_games_and_guesses(name: str) -> None:
-    anatomy, pool = anatomy_of(name), pool_of(20)
-    config = GameConfig(games=8, batch=5, seed=1)
-    fresh = play(anatomy, attacks_of(1), pool, config)
-    pooled = play(anatomy, attacks_of(1), pool, replace(config, forwards="pooled"))
-    for one, other in zip(fresh, pooled, strict=True):
-        for column in COLUMNS:
-            assert torch.equal(getattr(one, column), getattr(other, column)), column
-        clean = without_collisions(one)
-        assert torch.equal(clean.bits, clean.guesses)
-    assert 0 < int(fresh[0].bits.sum()) < 8
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_fc_is_perfect_where_the_lemmas_assumption_holds_and_not_at_layer_0(name: str) -> None:
     anatomy, pool = anatomy_of(name), pool_of(40, words=24)
     results = play(
         anatomy,
         [FCMembership(k, g, tokens=7, name=f"{g}{k}") for k in (0, 2) for g in ("token", "full")],
         pool,
-        GameConfig(games=60, batch=10, forwards="pooled"),
+        GameConfig(games=60, batch=10),
     )
     by_name = {r.attack: r for r in results}
     for result in results:
@@ -155,12 +131,10 @@ def test_games_that_add_or_remove_are_told_apart_and_audited_as_such() -> None:
     assert bound == audit_scores(result.scores, result.bits, delta=1e-5, relation="add_remove")
 
 
-def test_games_that_share_batches_or_have_no_random_bit_bound_nothing() -> None:
+def test_games_that_share_batches_bound_nothing() -> None:
     [result] = play(anatomy_of("gpt2"), [FCMembership(1)], pool_of(), GameConfig(20, 3))
     assert result.relation == "replace_one"
     assert audit_games(result).relation == "replace_one"
-    with pytest.raises(ValueError, match="protocol='game'"):
-        audit_games(replace(result, protocol="authors"))
     with pytest.raises(ValueError, match="targets_per_batch=1"):
         audit_games(replace(result, batches=torch.zeros_like(result.batches)))
 
@@ -172,12 +146,10 @@ def test_a_seed_repeats_the_games_and_nothing_global_moves() -> None:
     weights = [p.detach().clone() for p in anatomy.model.parameters()]
     before = torch.random.get_rng_state()
     config = GameConfig(games=8, batch=4)
-    calls: list[int] = []
-    first = play(anatomy, [FCMembership(1)], pool, config, progress=calls.append)[0]
+    first = play(anatomy, [FCMembership(1)], pool, config)[0]
     again = play(anatomy, [FCMembership(1)], pool, config)[0]
     other = play(anatomy, [FCMembership(1)], pool, replace(config, seed=1))[0]
     beside = play(anatomy, [FCMembership(2, name="other"), FCMembership(1)], pool, config)[1]
-    assert calls == [1] * 8
     assert torch.equal(first.bits, again.bits)
     assert torch.equal(first.positions, again.positions)
     assert torch.equal(first.scores, again.scores)
@@ -202,58 +174,32 @@ def test_client_and_server_compute_for_themselves(monkeypatch: pytest.MonkeyPatc
             seen.append(float(near.amin()))
             return super().gradient(targets, hidden, mask, upstream)
 
-    for forwards in ("fresh", "pooled"):
-        seen.clear()
-        config = GameConfig(games=30, batch=6, forwards=forwards)
-        [result] = play(anatomy, [Distance(2)], pool_of(), config)
-        member = torch.tensor(seen)[result.bits]
-        assert float(member.max()) < 1e-3
-        assert float(member.max()) > 0
+    [result] = play(anatomy, [Distance(2)], pool_of(), GameConfig(games=30, batch=6))
+    member = torch.tensor(seen)[result.bits]
+    assert float(member.max()) < 1e-3
+    assert float(member.max()) > 0
 
 
 def test_the_authors_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(POOLS, "AUTHORS_POSITION", 3)
-    anatomy, pool = anatomy_of("bert"), pool_of()
-    planted = torch.tensor([95, 96, 95, 96, 95, 96, 95, 96])
-    config = GameConfig(games=8, batch=6, protocol="authors")
-    for forwards in ("fresh", "pooled"):
-        results = play(
-            anatomy, attacks_of(1), pool, replace(config, forwards=forwards), planted=planted
-        )
-        for result in results:
-            assert result.protocol == "authors"
-            assert result.bits.tolist() == [True, False] * 4
-            assert result.positions.tolist() == [3] * 8
-            assert torch.equal(result.guesses, result.scores > result.scores.mean())
-            assert torch.equal(result.guesses, result.bits)
-
-
-def test_padding_is_read_in_the_authors_protocol_and_masked_in_the_game(monkeypatch) -> None:
-    """A state of a short sentence differs between the two wherever tokens see later ones."""
-    monkeypatch.setattr(POOLS, "AUTHORS_POSITION", 1)
-    seen: list = []
+    """Two worlds, decided by the mean of all scores; the model reads the padding."""
+    monkeypatch.setattr(PAPER, "AUTHORS_POSITION", 3)
+    seen: list[tuple[int, bool]] = []
 
     class Spy(FCMembership):
         def gradient(self, targets, hidden, mask, upstream):
-            seen.append((hidden.shape[1], mask))
+            seen.append((hidden.shape[1], bool(mask.all())))
             return super().gradient(targets, hidden, mask, upstream)
 
-    anatomy, pool = anatomy_of("bert"), pool_of()
-    play(anatomy, [Spy(1)], pool, GameConfig(games=2, batch=3))
-    assert all(mask is not None for _, mask in seen)
-    seen.clear()
-    config = GameConfig(games=2, batch=3, protocol="authors")
-    play(anatomy, [Spy(1)], pool, config, planted=torch.tensor([95, 96]))
-    assert seen == [(7, None)] * 2
-
-
-def test_a_planted_sentence_shorter_than_the_others_is_found(monkeypatch) -> None:
-    """A token sees the padding behind it, on the server as on the client."""
-    monkeypatch.setattr(POOLS, "AUTHORS_POSITION", 1)
-    config = GameConfig(games=4, batch=3, protocol="authors")
-    planted = torch.tensor([95, 96, 95])
-    for result in play(anatomy_of("bert"), attacks_of(1), pool_of(), config, planted=planted):
+    pool, planted = pool_of(), torch.tensor([95, 96, 95, 96, 95, 96, 95, 96])
+    challenges = PAPER.authors_challenges(pool, planted, 6, 8)
+    config, attacks = GameConfig(batch=6), [Spy(1), *attacks_of(1)]
+    results = play(anatomy_of("bert"), attacks, pool, config, challenges=challenges)
+    for result in PAPER.by_the_mean(results):
+        assert result.bits.tolist() == [True, False] * 4
+        assert result.positions.tolist() == [3] * 8
+        assert torch.equal(result.guesses, result.scores > result.scores.mean())
         assert torch.equal(result.guesses, result.bits)
+    assert seen == [(7, True)] * 8
 
 
 @pytest.mark.parametrize(
@@ -262,10 +208,7 @@ def test_a_planted_sentence_shorter_than_the_others_is_found(monkeypatch) -> Non
         ({"games": 0}, "games must be an integer of at least 1"),
         ({"batch": True}, "batch must be an integer of at least 1"),
         ({"targets_per_batch": 0}, "targets_per_batch"),
-        ({"protocol": "paper"}, "protocol must be '"),
-        ({"protocol": "authors", "targets_per_batch": 2}, "targets_per_batch must be 1"),
         ({"relation": "substitute"}, "relation must be '"),
-        ({"relation": "add_remove", "protocol": "authors"}, "needs protocol='game'"),
         ({"relation": "add_remove", "targets_per_batch": 2}, "targets_per_batch=1"),
         ({"relation": "add_remove", "batch": 1}, "batch>1"),
     ],
@@ -282,8 +225,6 @@ def test_what_does_not_go_together_is_said_before_the_first_game() -> None:
         play(anatomy, [FCMembership(3)], pool, config)
     with pytest.raises(ValueError, match=r"tokens must be .*got 65"):
         play(anatomy, [FCMembership(1)], SentencePool([[1, 2], [3, 4]], tokens=65), config)
-    with pytest.raises(ValueError, match="needs planted="):
-        play(anatomy, [FCMembership(1)], pool, replace(config, protocol="authors"))
     with pytest.raises(ValueError, match="gives 30 distinct"):
         play(anatomy, [FCMembership(1)], pool, replace(config, batch=30))
 
@@ -313,7 +254,6 @@ def test_servers_without_layers_of_their_own_play_the_same_games(relation: str) 
     assert not gradient.collides.any()
     assert gradient.summary()["auc"].value > 0.95
     assert subspace.summary()["auc"].value > 0.8
-    assert gradient.dtype == "float32"
     if relation == "replace_one":
         (alone,) = play(anatomy, attacks[:1], pool_of(), config)
         assert torch.equal(alone.scores, gradient.scores)
@@ -410,29 +350,31 @@ def test_a_last_token_that_enters_no_loss_is_not_asked_for() -> None:
 
 
 def test_the_authors_challenges() -> None:
-    pool, planted = challenges_pool_of(12), torch.tensor([50, 51, 52])
-    challenges = list(authors_challenges(pool.rows, planted, 4, 6, 1))
+    pool, planted = challenges_pool_of(12), torch.arange(50, 82)
+    challenges = list(PAPER.authors_challenges(pool, planted, 4, 6))
+    rows = keys(pad([planted, *pool.rows], pool.pad_id)[0])[1:]
     assert [bool(d.bits) for d in challenges] == [True, False] * 3
     for run in range(3):
         world1, world0 = challenges[2 * run : 2 * run + 2]
-        assert keys(world0.data) == keys(pool.rows[4 * run : 4 * run + 4])
-        assert keys(world1.data) == [(50, 51, 52), *keys(world0.data)[1:]]
+        assert keys(world0.data) == rows[4 * run : 4 * run + 4]
+        assert keys(world1.data) == [tuple(range(50, 82)), *keys(world0.data)[1:]]
         assert (int(world1.places), int(world0.places)) == (0, -1)
-        assert keys(world1.targets) == keys(world0.targets) == [(50, 51, 52)]
-        assert int(world1.positions) == 1
+        assert keys(world1.targets) == keys(world0.targets) == [tuple(range(50, 82))]
+        assert int(world1.positions) == 10
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda p: deal(p, 12, 1), "gives .* distinct sentences"),
+        (lambda p: list(PAPER.authors_challenges(p, torch.arange(32), 4, 8)), "16 sentences"),
+        (lambda p: list(PAPER.authors_challenges(p, torch.arange(31), 4, 2)), "a long target"),
         (
-            lambda p: list(authors_challenges(p.rows, torch.arange(3), 4, 3, 1)),
-            "games must be even",
+            lambda p: list(
+                PAPER.authors_challenges(p, pad([*p.rows, torch.ones(32)], 0)[0][5], 4, 2)
+            ),
+            "occurs in the text",
         ),
-        (lambda p: list(authors_challenges(p.rows, torch.arange(3), 4, 8, 1)), "16 sentences"),
-        (lambda p: list(authors_challenges(p.rows, torch.arange(3), 4, 2, 3)), "tokens, none at 3"),
-        (lambda p: list(authors_challenges(p.rows, p.rows[5], 4, 2, 0)), "occurs in the corpus"),
     ],
 )
 def test_what_cannot_be_dealt_is_said(make, message: str) -> None:
@@ -474,9 +416,6 @@ def test_padding_is_masked() -> None:
     ids, mask = pad([pool.rows[1], pool.rows[0]], pool.pad_id)
     assert ids.tolist() == [[4, 5, 9], [1, 2, 3]]
     assert mask.tolist() == [[1, 1, 0], [1, 1, 1]]
-    ids, mask = pad([pool.rows[1]], pool.pad_id, length=4)
-    assert ids.tolist() == [[4, 5, 9, 9]]
-    assert mask.sum() == 2
 
 
 def test_the_tokenizer_cuts_so_that_special_tokens_stay() -> None:
@@ -614,27 +553,6 @@ def test_who_attends_to_a_sentence_or_its_prefix_collides_where_that_occurs() ->
     assert flags(1, prefix, ahead=True) == [False] * 3
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("length", [None, 7])
-def test_a_batch_put_together_differs_from_its_own_forward_by_rounding(name, length) -> None:
-    anatomy = anatomy_of(name, 8)
-    pool = SentencePool([[i, *range(20, 22 + i % 4)] for i in range(1, 12)])
-    pooled = _PooledStates(
-        anatomy, [0, 1, 2], pool.rows, 4, 0, torch.Generator().manual_seed(0), length
-    )
-    for indices in ([3, 0, 7], [10, 3, 2, 1]):
-        data = [pool.rows[i] for i in indices]
-        ids, mask = pad(data, 0, length)
-        together = pooled.batch_states(data)
-        wanted = client_states(anatomy, [0, 1, 2], ids, mask if length is None else None)
-        real = mask.bool() if length is None else torch.ones_like(ids, dtype=torch.bool)
-        for layer in (0, 1, 2):
-            assert together[layer].shape == wanted[layer].shape
-            torch.testing.assert_close(
-                together[layer][real], wanted[layer][real], rtol=1e-12, atol=1e-12
-            )
-
-
 def test_the_client_computes_on_what_the_defence_gives() -> None:
     anatomy, pool = find_anatomy(tiny_gpt2()), pool_of()
     config = GameConfig(games=12, batch=5)
@@ -660,18 +578,6 @@ def test_the_client_computes_on_what_the_defence_gives() -> None:
     assert torch.equal(plain.guesses, plain.bits)
     assert torch.equal(plain.bits, changed.bits)
     assert not changed.guesses.any()
-
-
-def test_pooled_states_cannot_be_defended() -> None:
-    config = GameConfig(games=2, batch=5, forwards="pooled")
-    with pytest.raises(ValueError, match=r"defend= .* needs forwards='fresh'"):
-        play(
-            find_anatomy(tiny_gpt2()),
-            [FCMembership(1)],
-            pool_of(),
-            config,
-            defend=lambda ids, mask: ids,
-        )
 
 
 def test_an_adversary_knows_that_the_clients_ids_are_replaced_and_forgets_it() -> None:

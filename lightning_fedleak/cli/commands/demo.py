@@ -161,7 +161,7 @@ class _Demo:
         monitor.engine.reuse(self._calibrations)
         table = _LooksTable(self.console, monitor)
         if name == _WATCHED:
-            table.lines.print_headers()
+            table.print_headers()
         gate = RiskGate("leakage/aligned_flatchat/f1", at_most=options.at_most, action="stop")
         callbacks = [monitor, table, *([gate] if name == _GATED else [])]
         logger = TensorBoardLogger(self.folder, name=name, version="")
@@ -336,19 +336,26 @@ class _LooksTable(L.Callback):
         monitor: The monitor of the run.
 
     Attributes:
-        lines: The table.
         message: (L,) token ids of the first text in the batch of the newest look.
         calibrations: The results of the attacks' calibration before the first step.
     """
 
     def __init__(self, console: Console, monitor: LeakageMonitor) -> None:
-        self._monitor = monitor
+        self._console, self._monitor = console, monitor
         self._batch = self.message = torch.empty(0, dtype=torch.long)
         self.calibrations: Mapping[str, object] = {}
-        headers = [f"{leak}\n{title.partition('(')[2][:-1]}" for _, leak, title, _ in _ATTACKS]
         self._values: list[str] = []  # cells of the newest look at an update
-        # The widths in characters: step, loss, and the 7 attacks.
-        self.lines = printing.LinesTable(console, ["step", "loss", *headers], [6, 7, *[11] * 7])
+
+    def print_headers(self) -> None:
+        """Print what each attack recovers, and its title in short."""
+        self._print_row(["", "", *(leak for _, leak, *_ in _ATTACKS)])
+        titles = [title.partition("(")[2][:-1] for _, _, title, _ in _ATTACKS]
+        self._print_row(["step", "loss", *titles])
+
+    def _print_row(self, cells: Sequence[str]) -> None:
+        """Print the cells of step, loss and the attacks as a line, at once."""
+        line = "".join(f"{c:>{w}}" for c, w in zip(cells, (6, 7, *[11] * 7), strict=True))
+        self._console.print(line.rstrip(), soft_wrap=True, highlight=False)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Have the monitor call this table after each look."""
@@ -376,4 +383,4 @@ class _LooksTable(L.Callback):
             update = [""] * len(update)
         if is_new or step == trainer.max_steps:
             loss = float(trainer.callback_metrics.get("train_loss", math.nan))
-            self.lines.add([str(step), share(loss), *update, values[-1]])
+            self._print_row([str(step), share(loss), *update, values[-1]])

@@ -311,11 +311,11 @@ def audit_games(
         confidence: confidence of the bound.
 
     Raises:
-        ValueError: games that share batches or follow the authors' protocol, or what
+        ValueError: games that share batches, or what
             :func:`~lightning_fedleak.evaluation.auditing.audit_scores` refuses.
     """
-    if result.protocol != "game" or len(set(result.batches.tolist())) != len(result):
-        raise ValueError("play GameConfig(protocol='game', targets_per_batch=1) to bound epsilon")
+    if len(set(result.batches.tolist())) != len(result):
+        raise ValueError("play GameConfig(targets_per_batch=1) to bound epsilon")
     return audit_scores(
         result.scores, result.bits, delta=delta, confidence=confidence, relation=result.relation
     )

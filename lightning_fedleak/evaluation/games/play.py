@@ -7,8 +7,7 @@ once, A_attack crafts the layers for a target sentence, and A_guess guesses the 
 gradient. In a *collision* the state that the attack reads is also in another sentence of the batch.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ PROBE_TOKENS = 4  # tokens of a prefix, and of the texts after it, that test for
 
 
 def client_states(
-    anatomy: Anatomy, layers: Sequence[int], ids: Tensor, mask: Tensor | None
+    anatomy: Anatomy, layers: Sequence[int], ids: Tensor, mask: Tensor
 ) -> dict[int, Tensor]:
     """Return hidden states at several layers, from one forward of the client's whole batch.
 
@@ -38,7 +37,7 @@ def client_states(
         anatomy: The anatomy of the model.
         layers: The layers: 0 is the blocks' input, k is the output of block k.
         ids: (B, L) token ids.
-        mask: (B, L) the attention mask; None if the client has none.
+        mask: (B, L) the attention mask.
 
     Returns:
         (B, L, d) by layer, detached.
@@ -46,76 +45,10 @@ def client_states(
     layers = sorted(set(layers))
     places = [place_of(anatomy, layer) for layer in layers]
     device = anatomy.device
-    inputs = {"input_ids": ids.to(device)}
-    if mask is not None:
-        inputs["attention_mask"] = mask.to(device)
+    inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
     with model_runs.undisturbed(anatomy) as model, torch.no_grad():
         states = model_runs.stop_behind(model, places)(**inputs)
     return {layer: x.detach() for layer, x in zip(layers, states, strict=True)}
-
-
-class _PooledStates:
-    """Hidden states of sentences, each computed once, in a batch with others of the pool.
-
-    Sentences of a batch do not attend to each other, so a batch that is assembled from these
-    differs from a separate forward by rounding alone. Sentences are computed ``batch`` at a time,
-    in random groups that are independent of the games, each padded to its longest sentence. A group
-    is computed when the first of its sentences is needed.
-
-    Args:
-        anatomy: The anatomy of the model.
-        layers: The layers, see :func:`client_states`.
-        rows: The ids of all sentences that will be needed, without duplicates.
-        batch: The number of sentences in a group.
-        pad_id: The id after the end of a row.
-        generator: The generator of the grouping.
-        length: None to pad a group to its longest sentence and mask the rest; a number of columns
-            to pad to without a mask, so that the model reads padding (as the authors' code does).
-    """
-
-    def __init__(
-        self,
-        anatomy: Anatomy,
-        layers: Sequence[int],
-        rows: Sequence[Tensor],
-        batch: int,
-        pad_id: int,
-        generator: torch.Generator,
-        length: int | None = None,
-    ) -> None:
-        self.anatomy, self.layers = anatomy, list(layers)
-        self.pad_id, self.length = pad_id, length
-        order = torch.randperm(len(rows), generator=generator).tolist()
-        self.groups = [[rows[i] for i in order[a : a + batch]] for a in range(0, len(order), batch)]
-        self.group_of = {_key(row): g for g, group in enumerate(self.groups) for row in group}
-        self.states: dict[tuple[int, ...], dict[int, Tensor]] = {}
-
-    def batch_states(self, data: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return (B, L, d) by layer for the batch ``data``, zero after the end of a row."""
-        rows = [self._states_of(row) for row in data]
-        return {
-            layer: nn.utils.rnn.pad_sequence([states[layer] for states in rows], batch_first=True)
-            for layer in self.layers
-        }
-
-    def _states_of(self, row: Tensor) -> dict[int, Tensor]:
-        """Return the states of a sentence by layer, after computing its group if needed."""
-        key = _key(row)
-        if key not in self.states:
-            group = self.groups[self.group_of[key]]
-            ids, mask = pools.pad(group, self.pad_id, self.length)
-            states = client_states(
-                self.anatomy, self.layers, ids, mask if self.length is None else None
-            )
-            for i, member in enumerate(group):
-                length = self.length or len(member)
-                self.states[_key(member)] = {k: v[i, :length].clone() for k, v in states.items()}
-        return self.states[key]
-
-
-def _key(row: Tensor) -> tuple[int, ...]:
-    """Return the ids of a sentence as a key."""
-    return tuple(row.tolist())
 
 
 def distinguishes_positions(anatomy: Anatomy) -> bool:
@@ -222,8 +155,8 @@ def generic_upstream(hidden: Tensor, whole_sentence: bool, generator: torch.Gene
 
 Adversary = readers.MembershipAttack | readers.PassiveMembership
 
-Defend = Callable[[Tensor, Tensor | None], Tensor]
-"""A defence: from ids (B, L), and mask (B, L) or None, to the ids (B, L) that are trained on."""
+Defend = Callable[[Tensor, Tensor], Tensor]
+"""A defence: from ids (B, L) and mask (B, L) to the ids (B, L) that are trained on."""
 
 
 def play(
@@ -232,8 +165,7 @@ def play(
     pool: pools.SentencePool,
     config: GameConfig | None = None,
     *,
-    planted: Tensor | None = None,
-    progress: Callable[[int], object] | None = None,
+    challenges: Iterable[pools.Challenge] | None = None,
     defend: Defend | None = None,
 ) -> list[GameResult]:
     """Play all games, and return the guesses of every adversary.
@@ -249,11 +181,10 @@ def play(
         attacks: The adversaries.
         pool: The sentences from which data and targets are drawn.
         config: The settings of the games; by default ``GameConfig()``.
-        planted: The ids of the sentence that the authors' protocol plants.
-        progress: A function of the number of games played since its last call.
+        challenges: The batches and targets, for another protocol; None for those of Fig. 2.
         defend: A defence of the client's token ids, called for every batch; the adversary knows of
             it (:meth:`~lightning_fedleak.attacks.base.Attack.meet`). The server's own forwards and
-            the collisions use the true text. Needs ``forwards="fresh"``.
+            the collisions use the true text.
 
     Returns:
         One result for each attack, in order.
@@ -264,29 +195,13 @@ def play(
         UnusableObservation: A gradient was not finite.
     """
     config = config or GameConfig()
-    if planted is not None:
-        planted = planted[: pool.tokens]
-    run = _GameRun(anatomy, attacks, pool, config, planted, defend)
-    # The last token of a text predicts nothing, so a causal model's loss has no gradient there.
-    spare = 1 if anatomy.kind == "causal" else 0
-    for number, challenge in enumerate(_challenges(pool, config, planted, spare)):
+    run = _GameRun(anatomy, attacks, pool, config, defend)
+    if challenges is None:
+        # The last token of a text predicts nothing: a causal model's loss has no gradient there.
+        challenges = pools.game_challenges(pool, config, 1 if anatomy.kind == "causal" else 0)
+    for number, challenge in enumerate(challenges):
         run.play(number, challenge)
-        if progress is not None:
-            progress(len(challenge.bits))
     return run.results()
-
-
-def _challenges(
-    pool: pools.SentencePool, config: GameConfig, planted: Tensor | None, spare: int
-) -> Iterator[pools.Challenge]:
-    """Return the challenges of the configured protocol."""
-    if config.protocol == "authors":
-        if planted is None:
-            raise ValueError("the authors' protocol needs planted=, the ids of its fixed sentence")
-        return pools.authors_challenges(
-            pool.rows, planted, config.batch, config.games, pools.AUTHORS_POSITION
-        )
-    return pools.game_challenges(pool, config, spare)
 
 
 def _prepare(attack: Adversary, anatomy: Anatomy) -> None:
@@ -309,17 +224,10 @@ class _GameRun:
         attacks: Sequence[Adversary],
         pool: pools.SentencePool,
         config: GameConfig,
-        planted: Tensor | None,
-        defend: Defend | None = None,
+        defend: Defend | None,
     ) -> None:
-        if defend is not None and config.forwards == "pooled":
-            raise ValueError("defend= changes every batch and needs forwards='fresh'")
         check_integer("tokens", pool.tokens, at_most=model_runs.context_length(anatomy))
-        facts = (
-            readers.RunFacts()
-            if defend is None
-            else readers.RunFacts(defended=frozenset({"batches"}))
-        )
+        facts = readers.RunFacts(defended=frozenset({"batches"} if defend else ()))
         for attack in attacks:
             attack.meet(facts)
             with explain_errors(f"attack '{attack.name}'", ValueError, error=ValueError):
@@ -335,28 +243,10 @@ class _GameRun:
         self.positional = distinguishes_positions(anatomy)
         # Not the seed of the challenges: the client's draws must be independent of them.
         self.client_generator = torch.Generator().manual_seed(config.seed + 1)
-        pooled = config.forwards == "pooled" and self.layers
-        self.pooled = self._pool_states(planted) if pooled else None
         self.truth: dict[str, list[Tensor]] = {"bits": [], "batches": [], "positions": []}
         self.guesses: list[dict[str, list[Tensor]]] = [
             {"guesses": [], "scores": [], "collides": []} for _ in attacks
         ]
-        self.seconds = [0.0] * len(attacks)
-        self.dtype = ""
-
-    def _pool_states(self, planted: Tensor | None) -> _PooledStates:
-        """Return the states of all sentences that the games may need."""
-        authors = self.config.protocol == "authors"
-        rows = [*self.pool.rows, *([planted] if authors and planted is not None else [])]
-        return _PooledStates(
-            self.anatomy,
-            self.layers,
-            rows,
-            self.config.batch,
-            self.pool.pad_id,
-            self.client_generator,
-            self.pool.tokens if authors else None,
-        )
 
     def play(self, number: int, challenge: pools.Challenge) -> None:
         """Play the games of one challenge."""
@@ -364,8 +254,7 @@ class _GameRun:
         query, embedded = self._server_states(challenge)
         shared = self._shared_gradient(ids, mask) if self.passive else None
         upstreams: dict[tuple[int, str], Tensor] = {}
-        for a, (attack, columns) in enumerate(zip(self.attacks, self.guesses, strict=True)):
-            start = time.perf_counter()
+        for attack, columns in zip(self.attacks, self.guesses, strict=True):
             if isinstance(attack, readers.PassiveMembership):
                 assert shared is not None
                 guess = attack.run(Observation((shared,)), query)
@@ -375,9 +264,7 @@ class _GameRun:
                 if key not in upstreams:
                     whole = attack.granularity == "full"
                     upstreams[key] = generic_upstream(hidden, whole, self.client_generator)
-                    start = time.perf_counter()  # the client's work is not the adversary's time
                 targets = attack.embed(embedded[attack.layer], query)
-                self.dtype = str(embedded[attack.layer].dtype).removeprefix("torch.")
                 gradient = attack.gradient(targets, hidden, mask, upstreams[key]).sum(0)
                 guess = attack.guess(gradient)
                 collides = find_collisions(
@@ -387,7 +274,6 @@ class _GameRun:
                     ahead=self.ahead[attack.layer],
                     positional=self.positional,
                 )
-            self.seconds[a] += time.perf_counter() - start
             columns["guesses"].append(guess.members.detach().cpu())
             columns["scores"].append(guess.scores.detach().cpu().double())
             columns["collides"].append(collides)
@@ -395,23 +281,20 @@ class _GameRun:
         self.truth["positions"].append(challenge.positions)
         self.truth["batches"].append(torch.full_like(challenge.positions, number))
 
-    def _shared_gradient(self, ids: Tensor, mask: Tensor | None) -> GradientSnapshot:
+    def _shared_gradient(self, ids: Tensor, mask: Tensor) -> GradientSnapshot:
         """Return the gradient of the client's batch in the parameters that passive attacks need."""
-        labels = ids if mask is None else ids.masked_fill(mask == 0, IGNORE_INDEX)
+        labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
         batch = TokenBatch(ids, labels, mask, self.anatomy.kind)
         gradients = readers.gradient_of(self.anatomy, batch, self.roles)
-        self.dtype = str(next(iter(gradients.values())).dtype).removeprefix("torch.")
         return GradientSnapshot(0, Stage.SHARED, gradients)
 
     def results(self) -> list[GameResult]:
         """Return the result of each attack, in order."""
         truth = {name: torch.cat(values) for name, values in self.truth.items()}
         results = []
-        for attack, columns, seconds in zip(self.attacks, self.guesses, self.seconds, strict=True):
+        for attack, columns in zip(self.attacks, self.guesses, strict=True):
             crafted = attack if isinstance(attack, readers.MembershipAttack) else None
             all_columns = {name: torch.cat(values) for name, values in columns.items()}
-            if self.config.protocol == "authors":
-                all_columns["guesses"] = all_columns["scores"] > all_columns["scores"].mean()
             results.append(
                 GameResult(
                     attack=attack.name,
@@ -419,40 +302,29 @@ class _GameRun:
                     granularity=crafted.granularity if crafted else "text",
                     **truth,
                     **all_columns,
-                    protocol=self.config.protocol,
                     relation=self.config.relation,
-                    dtype=self.dtype,
-                    seconds=seconds,
                 )
             )
         return results
 
-    def _client_batch(
-        self, challenge: pools.Challenge
-    ) -> tuple[Tensor, Tensor | None, dict[int, Tensor]]:
+    def _client_batch(self, challenge: pools.Challenge) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
         """Return ids and mask (B, L) of the client's batch, and its states by layer."""
         ids, mask = self._pad(challenge.data)
         if self.defend is not None:
             ids = self.defend(ids, mask)
         if not self.layers:
             return ids, mask, {}
-        if self.pooled is not None:
-            return ids, mask, self.pooled.batch_states(challenge.data)
         return ids, mask, client_states(self.anatomy, self.layers, ids, mask)
 
-    def _pad(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return ids and mask on the model's device; the authors' model reads the padding."""
-        authors = self.config.protocol == "authors"
-        ids, mask = pools.pad(rows, self.pool.pad_id, self.pool.tokens if authors else None)
-        device = self.anatomy.device
-        return ids.to(device), None if authors else mask.to(device)
+    def _pad(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return ids and mask on the model's device."""
+        ids, mask = pools.pad(rows, self.pool.pad_id)
+        return ids.to(self.anatomy.device), mask.to(self.anatomy.device)
 
     def _server_states(self, challenge: pools.Challenge) -> tuple[readers.Query, dict[int, Tensor]]:
         """Return the targets, and their states (G, L, d) by layer from the server's forwards."""
         ids, mask = self._pad(challenge.targets)
         query = readers.Query(ids, mask, challenge.positions.to(self.anatomy.device))
-        if self.config.protocol == "authors":
-            return query, {k: model_runs.hidden_states(self.anatomy, k, ids) for k in self.layers}
         with model_runs.undisturbed(self.anatomy):
             states = {
                 k: [

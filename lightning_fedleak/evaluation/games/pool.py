@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from lightning_fedleak.evaluation.metrics import Rate, membership_rates
 from lightning_fedleak.validate import check_choice, check_integer
 
-Protocol = Literal["game", "authors"]
 Relation = Literal["replace_one", "add_remove"]
-Forwards = Literal["fresh", "pooled"]
 
 
 @dataclass(frozen=True)
@@ -30,20 +28,10 @@ class GameConfig:
     Attributes:
         games: number of games.
         batch: n, distinct sentences in the client's data D.
-        protocol: ``"game"`` for Fig. 2 (fair bit, random target in or outside D). ``"authors"``
-            for the protocol of the authors' code: one planted sentence, always sentence 0, in one
-            of two worlds; no attention mask, so the model reads the padding; the token at index 10;
-            and a threshold that is the mean of all scores of both worlds, which no adversary in the
-            game of Fig. 2 has.
         relation: what replaces the target where it is not in D. ``"replace_one"``: another sentence
             (Fig. 2: D always has ``batch`` sentences). ``"add_remove"``: nothing, so D is
             ``batch - 1`` sentences with or without the target, as accountants of DP-SGD compare
             (:func:`lightning_fedleak.evaluation.auditing.audit_games`).
-        forwards: The forwards of the client. ``"fresh"``: one forward of the whole batch D in every
-            game. ``"pooled"``: each sentence is computed once, in a batch of ``batch`` sentences
-            with its padding, and every D is assembled from these. Sentences of a batch do not
-            attend to each other, so both agree up to rounding; ``"pooled"`` is cheap enough for
-            thousands of games.
         targets_per_batch: games that share one D; each has its own bit and target. Above 1 the
             games are no longer independent, and intervals are over batches.
         seed: The seed of the game's own generators; global random numbers are not used.
@@ -54,30 +42,22 @@ class GameConfig:
     Examples:
         >>> from lightning_fedleak.evaluation.games import GameConfig
         >>> config = GameConfig(games=100, batch=8, relation="add_remove")
-        >>> config.protocol
-        'game'
+        >>> config.seed
+        0
     """
 
     games: int = 240
     batch: int = 40
-    protocol: Protocol = "game"
     relation: Relation = "replace_one"
-    forwards: Forwards = "fresh"
     targets_per_batch: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("games", "batch", "targets_per_batch"):
             check_integer(name, getattr(self, name))
-        for name, hint in get_type_hints(type(self)).items():
-            if get_origin(hint) is Literal:
-                check_choice(name, getattr(self, name), get_args(hint))
-        if self.protocol == "authors":
-            check_choice("targets_per_batch", self.targets_per_batch, (1,))
-        if self.relation == "add_remove" and (
-            self.protocol == "authors" or self.targets_per_batch > 1 or self.batch < 2
-        ):
-            raise ValueError("add_remove needs protocol='game', batch>1, targets_per_batch=1")
+        check_choice("relation", self.relation, get_args(Relation))
+        if self.relation == "add_remove" and (self.targets_per_batch > 1 or self.batch < 2):
+            raise ValueError("add_remove needs batch>1, targets_per_batch=1")
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,9 +76,6 @@ class GameResult:
             fails, and the attack cannot decide.
         batches: (n,) int, the number of the D that a game was played on.
         positions: (n,) int, the target token (not used by an attack on whole sentences).
-        protocol: ``"game"`` or ``"authors"``, see :class:`GameConfig`.
-        dtype: The dtype of the model.
-        seconds: The time of the adversary in all games (A_attack, gradient, A_guess).
         relation: ``"replace_one"`` or ``"add_remove"``, see :class:`GameConfig`.
     """
 
@@ -111,9 +88,6 @@ class GameResult:
     collides: Tensor
     batches: Tensor
     positions: Tensor
-    protocol: Protocol
-    dtype: str
-    seconds: float = 0.0
     relation: Relation = "replace_one"
 
     def __len__(self) -> int:
@@ -227,17 +201,11 @@ class SentencePool:
         return len(self.rows)
 
 
-def pad(rows: Sequence[Tensor], pad_id: int, length: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return rows as ids and mask, each (n, L), where L is the longest row or ``length``."""
+def pad(rows: Sequence[Tensor], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Return rows as ids and mask, each (n, L), where L is the longest row."""
     ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=pad_id)
-    if length is not None:
-        ids = nn.functional.pad(ids, (0, length - ids.shape[1]), value=pad_id)
     lengths = torch.tensor([len(r) for r in rows])
     return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).to(torch.int64)
-
-
-AUTHORS_POSITION = 10
-"""Index of the target token in the authors' code."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -307,50 +275,6 @@ def game_challenges(pool: SentencePool, config: GameConfig, spare: int = 0) -> I
             positions=torch.tensor([_position(pool, t, generator, spare) for t in targets]),
             places=torch.where(bits, inside_places, -1),
         )
-
-
-def authors_challenges(
-    rows: Sequence[Tensor], planted: Tensor, batch: int, games: int, position: int
-) -> Iterator[Challenge]:
-    """Yield the two worlds of the authors' published code, which has no random bit.
-
-    World 1 is the first ``batch`` sentences of the corpus with ``planted`` in place of the first,
-    world 0 the same sentences as they are. The target is always ``planted``, the token always the
-    one at ``position``. Their code repeats this on the same sentences; this function's run r takes
-    the r-th ``batch`` sentences of the corpus, so run 0 is theirs.
-
-    Args:
-        rows: the corpus in order.
-        planted: ids of the planted sentence.
-        batch: sentences in D.
-        games: worlds in all, an even number; world 1 comes first.
-        position: index of the target token in ``planted``.
-
-    Raises:
-        ValueError: an odd number of games, too little text, or a planted sentence that is too short
-            or occurs in the corpus.
-    """
-    problem = None
-    if games % 2:
-        problem = f"games must be even with protocol='authors', got {games}"
-    elif len(rows) < (needed := batch * games // 2):
-        problem = f"{games} games need {needed} sentences; the text has {len(rows)}: lower games="
-    elif len(planted) <= position:
-        problem = f"the planted sentence has {len(planted)} tokens, none at {position} from 0"
-    elif any(torch.equal(row, planted) for row in rows):
-        problem = "the planted sentence occurs in the corpus: plant another one"
-    if problem is not None:
-        raise ValueError(problem)
-    for run in range(games // 2):
-        data = tuple(rows[run * batch : (run + 1) * batch])
-        for bit in (True, False):
-            yield Challenge(
-                data=(planted, *data[1:]) if bit else data,
-                targets=(planted,),
-                bits=torch.tensor([bit]),
-                positions=torch.tensor([position]),
-                places=torch.tensor([0 if bit else -1]),
-            )
 
 
 def _target_positions(pool: SentencePool, row: Tensor, spare: int) -> Tensor:

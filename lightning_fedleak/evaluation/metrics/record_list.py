@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from scipy.special import gammaln
-from scipy.stats import false_discovery_control
+from scipy.stats import false_discovery_control, nhypergeom
 from torch import Tensor
 
 from lightning_fedleak.attacks.memorization import ShortAnswers, gain_beyond
@@ -130,7 +130,9 @@ def most_provable(n_members: int, n_others: int, alpha: float) -> int:
 def _envelope(n: int, m: int, alpha: float) -> tuple[Ints, Ints]:
     """Return ranks among m non-members, from 1, and how many of n texts may score above each."""
     bars = np.unique(np.geomspace(1, m, min(m, BARS)).round().astype(np.int64))
-    tails = np.stack([_tail(n, m, int(j)) for j in bars])
+    # (bars, n) the probability that at least 1, 2, ... n texts are above the j-th of m.
+    chances = np.stack([nhypergeom(n + m, n, j).pmf(np.arange(n + 1)) for j in bars.tolist()])
+    tails = chances[:, ::-1].cumsum(1)[:, ::-1][:, 1:]
     low, high = math.log(alpha / len(bars)), math.log(alpha)  # low is valid by the union bound
     limits = (tails > math.exp(low)).sum(1)
     for _ in range(HALVINGS):
@@ -141,19 +143,6 @@ def _envelope(n: int, m: int, alpha: float) -> tuple[Ints, Ints]:
         else:
             high = level
     return bars, limits
-
-
-def _tail(n: int, m: int, j: int) -> Floats:
-    """Return (n,) the probability that at least 1, 2, ... n texts are above the j-th of m."""
-    h = np.arange(n + 1)
-
-    def choices(total: int | Ints, part: int | Ints) -> Floats:
-        value: Floats = gammaln(total + 1) - gammaln(part + 1) - gammaln(total - part + 1)
-        return value
-
-    logs = choices(h + j - 1, h) + choices(n - h + m - j, n - h) - choices(n + m, n)
-    tail: Floats = np.exp(logs)[::-1].cumsum()[::-1][1:]
-    return tail
 
 
 def _stays_below(n: int, m: int, bars: Ints, limits: Ints) -> float:

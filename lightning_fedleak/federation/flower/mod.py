@@ -16,9 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType
-from flwr.common.constant import ErrorCode
-from flwr.common.secure_aggregation import secaggplus_constants as secagg
 from torch import Tensor
 
 from lightning_fedleak import federation
@@ -29,8 +26,10 @@ from lightning_fedleak.federation.updates import State, UpdateError, trained_sta
 from lightning_fedleak.messages import rank_zero_warn
 
 with require_package("flower", "lightning_fedleak.federation.flower needs Flower"):
-    from flwr import common
-    from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+    from flwr import app, common
+    from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord
+    from flwr.common.constant import ErrorCode
+    from flwr.common.secure_aggregation import secaggplus_constants as secagg
     from flwr.compat.common import recorddict_compat as compat
 
 # The keys by which Flower's strategies send the round's number and weigh the clients, by default.
@@ -88,7 +87,7 @@ class NamedArrays:
         [key] = reply.content.array_records
         reply.content[key] = ArrayRecord(dict(state))
 
-    def make_content(self, state: State, weight: str) -> RecordDict:
+    def make_content(self, state: State, weight: str) -> app.RecordDict:
         """Return the content of a reply that holds only a model and a weight of 1.
 
         Args:
@@ -96,7 +95,7 @@ class NamedArrays:
             weight: the name of the weight among the metrics.
         """
         metrics = MetricRecord({weight: 1.0})
-        return RecordDict({self._key: ArrayRecord(dict(state)), "metrics": metrics})
+        return app.RecordDict({self._key: ArrayRecord(dict(state)), "metrics": metrics})
 
 
 class _ListedArrays(NamedArrays):
@@ -135,7 +134,7 @@ class _ListedArrays(NamedArrays):
         # False: Flower may free each array as soon as it is converted.
         reply.content[_LISTED_REPLY] = compat.parameters_to_arrayrecord(self._list(state), False)
 
-    def make_content(self, state: State, weight: str) -> RecordDict:
+    def make_content(self, state: State, weight: str) -> app.RecordDict:
         # The older interface's form of a weight of 1 (one example) and no metrics.
         reply = common.FitRes(common.Status(common.Code.OK, ""), self._list(state), 1, {})
         return compat.fitres_to_recorddict(reply, False)
@@ -370,7 +369,7 @@ def _remember(outgoing: federation.OutgoingUpdates, context: Context) -> None:
 
 def _refuse(message: Message, cause: str) -> Message:
     """Return an error as the reply to a message, with the cause in it."""
-    error = Error(ErrorCode.MOD_FAILED_PRECONDITION, f"lightning-fedleak: {cause}")
+    error = app.Error(ErrorCode.MOD_FAILED_PRECONDITION, f"lightning-fedleak: {cause}")
     return Message(error, reply_to=message)
 
 

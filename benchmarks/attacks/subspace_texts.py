@@ -38,8 +38,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from benchmarks.attacks.subspace_words import SOURCE, Source, adapted, built, read_options
 from benchmarks.shared import trained, with_ends, with_lora
 from lightning_fedleak.attacks import RunFacts, SubspaceTexts, UnusableObservation
-from lightning_fedleak.evaluation.metrics import reconstruction_rates
-from lightning_fedleak.evaluation.metrics.texts import in_true_order, sentence_scores
+from lightning_fedleak.evaluation.metrics import TextReconstruction
+from lightning_fedleak.evaluation.metrics.texts import in_true_order
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
 
@@ -162,7 +162,7 @@ def main() -> None:
             attack.meet(RunFacts(optimizer="SGD", **settings))
         roles = tuple(sorted(attack.needs(anatomy).gradients))
         attack.prepare(anatomy)
-        pairs: list[tuple[Tensor, Tensor]] = []  # guesses and truths
+        metric = TextReconstruction()
         certified = wrong = unknown = 0
         seconds: list[float] = []
         for number in range(options.batches):
@@ -182,8 +182,8 @@ def main() -> None:
             seconds.append(time.process_time() - start)
             certified += sure
             wrong += sure and (extra or not torch.equal(guessed_ids, truth))
-            pairs.append((guessed_ids, truth))
-        rates = reconstruction_rates(sentence_scores(*map(torch.cat, zip(*pairs, strict=True))))
+            metric.update(guessed_ids, truth)
+        rates = metric.rates()
         in_place, exact = rates["token_accuracy"], rates["exact_sentences"]
         print(
             f"{options.config or Path(options.model).name} {options.private} {adapted(options)} "

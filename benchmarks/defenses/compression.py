@@ -32,8 +32,8 @@ from lightning_fedleak.attacks import PublicText, Query, UnusableObservation
 from lightning_fedleak.defenses import GradientCompression
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.steps import find_unreadable
-from lightning_fedleak.evaluation.metrics import reconstruction_rates
-from lightning_fedleak.evaluation.metrics.texts import in_true_order, sentence_scores
+from lightning_fedleak.evaluation.metrics import TextReconstruction
+from lightning_fedleak.evaluation.metrics.texts import in_true_order
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 
@@ -114,7 +114,7 @@ def main() -> None:
             head.meet(known.RunFacts(compression=how and how.compression))
             head.prepare(anatomy)
         scores: dict[Any, list[float]] = {attack: [] for attack in attacks}
-        pairs: list[tuple[Tensor, Tensor]] = []  # guesses and truths
+        reconstruction = TextReconstruction()
         start = time.process_time()
         for number, ids in enumerate(batches):
             backward(model, ids[:rows], options)
@@ -137,8 +137,8 @@ def main() -> None:
                         values.append(1.0)
                     else:
                         values.append(auc(result.scores[:rows], result.scores[rows:]))
-            pairs.append((guess, truth))
-        rates = reconstruction_rates(sentence_scores(*map(torch.cat, zip(*pairs, strict=True))))
+            reconstruction.update(guess, truth)
+        rates = reconstruction.rates()
         cells = []
         for attack, values in scores.items():
             missed = len(batches) - len(values)

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -194,3 +194,17 @@ def launched(module: str, **settings: bool) -> Any:
         return two_processes(module, tmp_path_factory.mktemp("ranks"), **settings)
 
     return ranks
+
+
+def _compute(rank: int, make: Callable[[int], Any], folder: str) -> None:
+    store = f"file://{folder}/rendezvous"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    torch.save(make(rank).compute(), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def computed_together(make: Callable[[int], Any], folder: Path) -> list[Any]:
+    """Return what the metrics that ``make`` gives two processes by rank compute together."""
+    start = torch.multiprocessing.start_processes
+    start(_compute, (make, str(folder)), nprocs=2, start_method="fork")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]

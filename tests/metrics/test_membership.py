@@ -1,7 +1,6 @@
 """Rates of words and of membership: scikit-learn, brute force, simulation of the games."""
 
 import math
-from dataclasses import astuple
 from fractions import Fraction
 
 import numpy as np
@@ -15,6 +14,8 @@ from sklearn.metrics import accuracy_score, f1_score, precision_recall_fscore_su
 from lightning_fedleak.attacks.base import WordGuess
 from lightning_fedleak.evaluation.metrics import (
     Counts,
+    MembershipInference,
+    WordRecovery,
     clustered,
     membership_rates,
     precision_recall_f1,
@@ -22,6 +23,7 @@ from lightning_fedleak.evaluation.metrics import (
     word_counts,
 )
 from lightning_fedleak.evaluation.metrics.membership import RATES
+from tests.helpers.processes import computed_together
 
 
 def games(n: int, shift: float = 1.0, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,6 +248,41 @@ def test_order_of_games_and_names_of_clusters_do_not_matter() -> None:
             assert getattr(again[name], end) == expected
 
 
+# ---- the Metric -----------------------------------------------------------------------------
+
+
+def filled(data, decisions=True) -> MembershipInference:
+    metric = MembershipInference(resamples=100)
+    scores, members, clusters = data
+    for step in clusters.unique():
+        here = clusters == step
+        own = scores[here] > 0.5 if decisions else None
+        metric.update(scores[here], members[here], int(step), own)
+    return metric
+
+
+@pytest.mark.parametrize("decisions", [True, False])
+def test_metric_is_the_function_over_all_updates(decisions: bool) -> None:
+    data = steps(12, 5, 1.0, 0.2, 0)
+    given = data[0] > 0.5 if decisions else None
+    values = filled(data, decisions).compute()
+    for name, rate in membership_rates(*data, given, resamples=100).items():
+        for suffix, value in (("", rate.value), ("_low", rate.low), ("_high", rate.high)):
+            assert float(values[name + suffix]) == pytest.approx(value, rel=1e-12, nan_ok=True)
+
+
+@pytest.mark.ddp
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+def test_processes_pool_their_games_even_if_one_saw_none(tmp_path) -> None:
+    expected = filled(steps(6, 5, 1.0, 0.2, 0)).compute()
+
+    def make(rank: int) -> MembershipInference:
+        return filled(steps(6 * rank, 5, 1.0, 0.2, 0))
+
+    for values in computed_together(make, tmp_path):
+        torch.testing.assert_close(values, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("decimals", [15, 0])
 def test_values_are_scikit_learns(decimals: int) -> None:
     scores, members = games(501)
@@ -347,11 +384,32 @@ def truth(types: list[int]) -> torch.Tensor:
 
 
 @given(batches)
-def test_means_are_over_the_batches_that_have_a_value(
-    data: list[tuple[list[int], list[int], float | None]],
-) -> None:
-    counts = [word_counts(guess(named, n), truth(used), TYPES) for named, used, n in data]
-    summed = Counts(*map(sum, zip(*map(astuple, counts), strict=True)))
-    errors = [abs(n - len({*u})) / len({*u}) for _, u, n in data if n is not None and u]
+def test_compute_uses_pooled_counts(data: list[tuple[list[int], list[int], float | None]]) -> None:
+    metric = WordRecovery(TYPES)
+    pooled, errors = Counts(), []
+    for guessed, used, estimate in data:
+        metric.update(guess(guessed, estimate), truth(used))
+        pooled += word_counts(guess(guessed), truth(used), TYPES)
+        if estimate is not None and used:
+            errors.append(abs(estimate - len(set(used))) / len(set(used)))
+    got = metric.compute()
+    for name, rate in precision_recall_f1(pooled).items():
+        assert float(got[name]) == pytest.approx(rate.value, nan_ok=True)
+        assert float(got[f"{name}_low"]) == pytest.approx(rate.low, nan_ok=True)
+        assert float(got[f"{name}_high"]) == pytest.approx(rate.high, nan_ok=True)
     expected = sum(errors) / len(errors) if errors else math.nan
-    assert summed.means()["type_count_error"] == pytest.approx(expected, rel=1e-5, nan_ok=True)
+    assert float(got["type_count_error"]) == pytest.approx(expected, rel=1e-5, nan_ok=True)
+
+
+def test_a_loaded_state_gives_the_same_values() -> None:
+    metric = WordRecovery(TYPES)
+    metric.persistent(True)
+    metric.update(guess([1, 2], 3.0), truth([2, 3]))
+    other = WordRecovery(TYPES)
+    other.persistent(True)
+    other.load_state_dict(metric.state_dict())
+    other._update_count = 1
+    assert all(
+        float(a) == pytest.approx(float(b), nan_ok=True)
+        for a, b in zip(metric.compute().values(), other.compute().values(), strict=True)
+    )

@@ -26,7 +26,7 @@ from lightning_fedleak.attacks.memorization import (
     ShortAnswers,
     gain_beyond,
 )
-from lightning_fedleak.attacks.texts.base import NOTHING
+from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
 from lightning_fedleak.evaluation.canaries.repeats import PoolRows, group_texts
 from lightning_fedleak.evaluation.entities import (
     EntityFinder,
@@ -35,6 +35,7 @@ from lightning_fedleak.evaluation.entities import (
     entity_values,
 )
 from lightning_fedleak.evaluation.metrics import (
+    TextReconstruction,
     proportion,
     reconstruction_rates,
     released,
@@ -56,6 +57,7 @@ from lightning_fedleak.model.snapshots import (
     TokenSnapshot,
 )
 from lightning_fedleak.model.taps import Text
+from tests.helpers.processes import computed_together
 
 # Values in texts and canaries: against scipy, counts of ranks, and brute force.
 
@@ -615,6 +617,41 @@ def test_intervals_of_means_cover_the_truth() -> None:
         for name in covered:
             covered[name] += rates[name].low <= 2 / 3 <= rates[name].high
     assert min(covered.values()) / worlds > 0.92, covered
+
+
+@given(texts, texts)
+def test_the_metric_is_the_functions_over_all(first, second) -> None:
+    one = TextReconstruction()
+    left, right = TextReconstruction(), TextReconstruction()
+    for metric, data in ((left, first), (right, second)):
+        guessed, truth, mask = as_tensors(data)
+        metric.update(TextGuess(guessed), truth, mask)
+        one.update(guessed, truth, mask)
+    expected = reconstruction_rates(sentence_scores(*as_tensors(first + second)))
+    left.merge_state(right)
+    for metric in (one, left):
+        got = metric.compute()
+        for name, rate in expected.items():
+            for key, value in ((name, rate.value), (f"{name}_low", rate.low)):
+                assert float(got[key]) == pytest.approx(value, nan_ok=True)
+
+
+@pytest.mark.ddp
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+def test_processes_pool_their_sentences_even_if_one_saw_none(tmp_path) -> None:
+    truth = torch.arange(12).reshape(3, 4)
+
+    def make(rank: int) -> TextReconstruction:
+        metric = TextReconstruction()
+        if rank == 1:
+            metric.update(truth.clamp(max=7), truth)
+        return metric
+
+    expected = reconstruction_rates(sentence_scores(truth.clamp(max=7), truth))
+    for values in computed_together(make, tmp_path):
+        assert {n: float(values[n]) for n in expected} == pytest.approx(
+            {n: r.value for n, r in expected.items()}
+        )
 
 
 @given(st.data())

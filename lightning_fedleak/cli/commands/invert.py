@@ -315,8 +315,10 @@ def utility(anatomy: Anatomy, layer: int, input_ids: Tensor, noise: Noise) -> _U
     if anatomy.kind != "causal":
         return None
     ids = input_ids.to(anatomy.device)
-    draw = gaussian_noise(hidden_states(anatomy, layer, ids), noise)
-    split = place_of(anatomy, layer)
+    draw, split = (
+        gaussian_noise(hidden_states(anatomy, layer, ids), noise),
+        place_of(anatomy, layer),
+    )
     rows = max(1, LOGITS_AT_ONCE // (ids.shape[1] * (anatomy.vocab_size or 1)))
     n_correct, nats = 0, 0.0
     with torch.no_grad(), undisturbed(anatomy) as model:

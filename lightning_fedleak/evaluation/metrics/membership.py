@@ -1,21 +1,26 @@
 """Accuracy, AUC, advantage and TPR at a small FPR of a membership attack, with intervals."""
 
 import math
+from typing import Any
 
 import numpy as np
+import torch
 from scipy.special import bdtr
 from torch import Tensor
 
 from lightning_fedleak.evaluation.metrics import clustered
 from lightning_fedleak.evaluation.metrics.clustered import Bools, Floats, Ints
-from lightning_fedleak.evaluation.metrics.rates import UNKNOWN, Rate
+from lightning_fedleak.evaluation.metrics.rates import UNKNOWN, Rate, RateMetric
 from lightning_fedleak.validate import check_integer, check_number
 
 FPRS = (0.01, 0.001)  # FPRs of the reported TPRs, the usual ones (Carlini et al. 2022)
 RATES = ("accuracy", "f1", "auc", "advantage", *(f"tpr_at_fpr_{fpr:g}" for fpr in FPRS))
 """Names of the rates, in the order in which they are reported."""
 
+COLUMNS = ("scores", "members", "clusters", "decisions")
+"""The numbers of a game in the metric."""
 NEGATIVES_PER_FPR = 10  # expected false alarms below which a TPR is unknown; not tuned
+NO_DECISION = -1  # value in the metric's states if the adversary made no decision
 FOLDS = 10  # folds of the cross-fitted thresholds, the usual number; more: slower
 
 
@@ -102,6 +107,81 @@ def membership_rates(
         for fpr in FPRS:
             rates[f"tpr_at_fpr_{fpr:g}"] = _tpr(score, member, code, folds, fpr, alpha)
     return unknown | rates
+
+
+class MembershipInference(RateMetric):
+    """Compute :func:`membership_rates` over the games that all processes have added.
+
+    All scores are stored (float64), because neither an AUC nor a threshold follows from sums.
+    ``compute()`` returns the rates in ``RATES``, each also with ``_low`` and ``_high``: scalars on
+    the CPU, NaN if unknown.
+
+    Args:
+        resamples: The number of resamples of the bootstrap.
+        kwargs: Further arguments of :class:`torchmetrics.Metric`.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak.evaluation.metrics import MembershipInference
+        >>> metric = MembershipInference()
+        >>> scores, members = torch.tensor([0.9, 0.2, 0.7, 0.4]), torch.tensor([1, 0, 1, 0])
+        >>> metric.update(scores, members, clusters=torch.arange(4))
+        >>> metric.compute()["auc"].item()
+        1.0
+    """
+
+    n_columns = len(COLUMNS)
+
+    def __init__(self, *, resamples: int = 1000, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.resamples = resamples
+
+    def update(
+        self,
+        scores: Tensor,
+        members: Tensor,
+        clusters: Tensor | int,
+        decisions: Tensor | None = None,
+    ) -> None:
+        """Add games.
+
+        Args:
+            scores: (n,) The scores, higher for likelier members.
+            members: (n,) bool, whether each game has a member.
+            clusters: (n,) int, the step of each game, or one number for all games. Games with the
+                same number are one cluster, whichever process added them.
+            decisions: (n,) bool, the adversary's decisions; pass them always or never.
+
+        Raises:
+            ValueError: The lengths differ.
+        """
+        n = scores.numel()
+        if not isinstance(clusters, Tensor):
+            clusters = torch.full((n,), clusters)
+        if decisions is None:
+            decisions = torch.full((n,), NO_DECISION)
+        games = (scores, members, clusters, decisions)
+        for name, column in zip(COLUMNS, games, strict=True):
+            clustered.check_length(name, column.numel(), n)
+        self._add(torch.stack([column.flatten().to(self.device).double() for column in games], 1))
+
+    def rates(self) -> dict[str, Rate]:
+        """Return the rates in ``RATES`` over all games, on this process.
+
+        Raises:
+            ValueError: Only some updates had decisions.
+        """
+        scores, members, clusters, decisions = self._trials().unbind(1)
+        has_decision = decisions != NO_DECISION
+        if bool(has_decision.any()) and not bool(has_decision.all()):
+            raise ValueError("give the adversary's decisions to every update, or to none")
+        return membership_rates(
+            scores,
+            members == 1,
+            clusters,
+            decisions == 1 if bool(has_decision.any()) else None,
+            resamples=self.resamples,
+        )
 
 
 # ---- input ----------------------------------------------------------------------------------

@@ -3,25 +3,30 @@
 A *type* is a token id of the vocabulary, counted once however often the batch holds it. An attack
 guesses from a gradient which types were used. It may also estimate their number, *certify* that its
 guess misses no type, and state its *capacity*: the number of types that it could distinguish.
-:class:`Rate` is shared with the other metrics.
+:class:`Rate` and :class:`RateMetric` are shared with the other metrics.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from scipy.special import betaincinv
 from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 from lightning_fedleak.attacks import WordGuess
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of word types by outcome, and of what attacks state on batches.
+    """Counts of word types by outcome, and of what attacks state on batches; ``+`` adds batches.
 
     Attributes:
         tp: The number of types that were guessed and used.
@@ -45,6 +50,9 @@ class Counts:
     n_certified: float = 0
     n_capacities: float = 0
     capacity_sum: float = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*map(operator.add, astuple(self), astuple(other)))
 
     def means(self) -> dict[str, float]:
         """Return the means over the batches that have a value; NaN if no batch has one."""
@@ -177,3 +185,105 @@ def type_mask(ids: Tensor, vocab_size: int, argument: str) -> Tensor:
     return torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill(
         0, ids.long(), True
     )
+
+
+class RateMetric(Metric):
+    """A base class for metrics of rates with intervals, of a table of trials; not differentiable.
+
+    Args:
+        kwargs: The arguments that are passed to :class:`torchmetrics.Metric`.
+
+    Attributes:
+        n_columns: The number of numbers of a trial.
+        rows: The trials, in float64.
+    """
+
+    is_differentiable = False
+    higher_is_better = None
+    full_state_update = False
+    n_columns: ClassVar[int]
+    rows: list[Tensor]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        # The dtype of the empty tensor that a process without trials gathers.
+        self.set_dtype(torch.float64)
+        self.add_state("rows", [], dist_reduce_fx="cat")
+
+    def _add(self, trials: Tensor) -> None:
+        """Add trials, (n, columns)."""
+        # Flat, like the empty tensor that a process without trials gathers.
+        self.rows.append(trials.detach().flatten().to(self.device, torch.float64))
+
+    def _trials(self) -> Tensor:
+        """Return all trials, (n, columns) float64 on the CPU."""
+        rows = dim_zero_cat(self.rows) if len(self.rows) else torch.zeros(0)
+        return rows.reshape(-1, self.n_columns).cpu().double()
+
+    @abstractmethod
+    def rates(self) -> dict[str, Rate]:
+        """Return the rates by name, computed from the current state."""
+
+    def values(self) -> dict[str, float]:
+        """Return each rate, and the ends of its interval, from the current state."""
+        return flat(self.rates())
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return each rate, and the ends of its interval, over all updates and processes."""
+        values = self.values().items()
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values}
+
+
+class WordRecovery(RateMetric):
+    """Compute precision, recall and F1 of word types over all batches, with intervals.
+
+    Counts are summed over updates and processes, and rates and intervals computed from the sums
+    (pooled, see :func:`~lightning_fedleak.evaluation.metrics.rates.precision_recall_f1`).
+    ``type_count_error`` is the mean over those batches for which the attack estimates the number
+    of types, ``certified`` the share of batches for which the attack says that no type is missing,
+    and ``capacity`` the mean ratio of the number of types it could distinguish to the true number.
+
+    Args:
+        vocab_size: The size of the vocabulary; all token ids must be less.
+        kwargs: The arguments that are passed to :class:`torchmetrics.Metric`.
+
+    ``compute()`` returns ``precision``, ``recall``, ``f1``, each also with ``_low`` and ``_high``,
+    ``type_count_error``, ``certified`` and ``capacity``: scalars on the CPU, NaN where unknown.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak.attacks.base import WordGuess
+        >>> from lightning_fedleak.evaluation.metrics import WordRecovery
+        >>> metric = WordRecovery(vocab_size=100)
+        >>> guess = WordGuess(types=torch.tensor([3, 5, 7]), n_types=4)
+        >>> metric.update(guess, truth_types=torch.tensor([3, 5, 9, 11]))
+        >>> metric.compute()["recall"].item()
+        0.5
+    """
+
+    n_columns = len(fields(Counts))
+
+    def __init__(self, vocab_size: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.vocab_size = vocab_size
+
+    def update(self, guess: WordGuess, truth_types: Tensor) -> None:
+        """Add one batch.
+
+        Args:
+            guess: The attack's guess.
+            truth_types: The token ids that were used, (m,), repeats allowed, no ignored labels.
+        """
+        counts = astuple(word_counts(guess, truth_types, self.vocab_size))
+        self._add(torch.tensor([counts], dtype=torch.float64))
+
+    def _counts(self) -> Counts:
+        return Counts(*self._trials().sum(0).tolist())
+
+    def rates(self) -> dict[str, Rate]:
+        """Return precision, recall and F1 of the current pooled counts."""
+        return precision_recall_f1(self._counts())
+
+    def values(self) -> dict[str, float]:
+        """Return the rates with their ends, and the means over batches, from the current state."""
+        return super().values() | self._counts().means()

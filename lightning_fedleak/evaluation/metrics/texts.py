@@ -16,9 +16,9 @@ from scipy.special import stdtrit
 from torch import Tensor
 from torchmetrics.functional.text.rouge import rouge_score
 
-from lightning_fedleak.attacks.texts.base import NOTHING
+from lightning_fedleak.attacks.texts.base import NOTHING, TextGuess
 from lightning_fedleak.evaluation.metrics.clustered import Floats
-from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, proportion
+from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, RateMetric, proportion
 from lightning_fedleak.validate import check_integer
 
 RECONSTRUCTION_RATES = (
@@ -273,3 +273,44 @@ def _mean(
         low, high = (1 / (1 + math.exp(-(logit + sign * step))) for sign in (-1, 1))
     cap = (alpha / 2) ** (1 / n)  # the lower end for n perfect sentences
     return Rate(value, min(low, cap, value), max(high, 1 - cap, value))
+
+
+class TextReconstruction(RateMetric):
+    """Compute :func:`reconstruction_rates` over the sentences that all processes have added.
+
+    ``compute()`` returns the rates in ``RECONSTRUCTION_RATES``, each also with ``_low`` and
+    ``_high``: scalars on the CPU, NaN if unknown.
+
+    Args:
+        kwargs: Further arguments of :class:`torchmetrics.Metric`.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_fedleak.evaluation.metrics import TextReconstruction
+        >>> metric = TextReconstruction()
+        >>> metric.update(torch.tensor([[5, 8, 7, 9]]), torch.tensor([[5, 6, 7, 9]]))
+        >>> metric.compute()["token_accuracy"].item()
+        0.75
+    """
+
+    n_columns = len(SentenceScores._fields)
+
+    def update(
+        self, guess: TextGuess | Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> None:
+        """Add sentences.
+
+        Args:
+            guess: The attack's guess, or its (B, L) token ids.
+            input_ids: (B, L) The true tokens.
+            attention_mask: (B, L) 0 at padding, and at other tokens that should not count.
+
+        Raises:
+            ValueError: The shapes differ.
+        """
+        guessed = guess.tokens if isinstance(guess, TextGuess) else guess
+        self._add(sentence_scores(guessed, input_ids, attention_mask).table())
+
+    def rates(self) -> dict[str, Rate]:
+        """Return the rates in ``RECONSTRUCTION_RATES`` over all sentences, on this process."""
+        return reconstruction_rates(SentenceScores(*self._trials().unbind(1)))

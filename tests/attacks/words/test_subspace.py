@@ -24,7 +24,7 @@ from lightning_fedleak.attacks.words.head_gradients import head_gradient
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.defenses.dpsgd.per_sample import full_precision
-from lightning_fedleak.evaluation.metrics import word_counts
+from lightning_fedleak.evaluation.metrics import WordRecovery
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import read_batch
 from lightning_fedleak.model.snapshots import (
@@ -379,14 +379,14 @@ def test_more_types_than_rows_of_a_lora_tell_apart_are_not_counted() -> None:
     ids = texts(8, 14)
     backward(model, ids)
     view = observed(attack, anatomy)
-    guess = attack.run(view)
+    guess, metric = attack.run(view), WordRecovery(anatomy.vocab_size)
     assert len(guess.types)
     assert math.isnan(guess.n_types)
-    counts = word_counts(guess, ids[:, :-1].flatten(), anatomy.vocab_size)
-    assert math.isnan(counts.means()["type_count_error"])
-    few = WordGuess(types=guess.types[:2], n_types=2.0)
-    counts = word_counts(few, guess.types[:4], anatomy.vocab_size)
-    assert counts.means()["type_count_error"] == 0.5
+    metric.update(guess, ids[:, :-1].flatten())
+    assert math.isnan(metric.values()["type_count_error"])
+    few = WordGuess(types=guess.types[:2], n_types=2.0)  # of another batch, which counts alone
+    metric.update(few, guess.types[:4])
+    assert metric.values()["type_count_error"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -547,9 +547,10 @@ def test_capacity_is_measured_where_there_is_time(seconds: float, known: bool) -
 def test_a_capacity_of_no_planted_set_is_unknown_and_not_zero(monkeypatch) -> None:
     monkeypatch.setattr(explanation, "measure_capacity", lambda *_, **__: (0, 4, 20.0))
     model = with_lora(ready(llama()), 6, ["q_proj", "v_proj"])
-    guess = guess_of(model, texts(2, 6), SubspaceWords())
+    guess, metric = guess_of(model, texts(2, 6), SubspaceWords()), WordRecovery(VOCABULARY)
+    metric.update(guess, torch.arange(4))
     assert guess.capacity is None
-    assert math.isnan(word_counts(guess, torch.arange(4), VOCABULARY).means()["capacity"])
+    assert math.isnan(metric.values()["capacity"])
 
 
 def test_public_text_makes_frequent_tokens_likelier() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import binomtest, fisher_exact, mannwhitneyu
+from scipy.stats import binomtest, fisher_exact, mannwhitneyu, nhypergeom
 from torch import Tensor
 from torchmetrics.functional.text.rouge import rouge_score
 from transformers import ByT5Tokenizer
@@ -364,6 +364,12 @@ def test_the_bound_is_exact_over_all_orders(n: int, m: int, alpha: float) -> Non
     assert too_high / len(orders) <= alpha
     counted = records._stays_below(n, m, bars, limits)
     assert counted == pytest.approx(1 - too_high / len(orders), abs=1e-9)
+
+
+def test_the_law_of_a_place_is_negative_hypergeometric() -> None:
+    tail = records._tail(40, 25, 7)
+    law = nhypergeom(65, 40, 7)
+    assert tail == pytest.approx(law.sf(np.arange(40)), abs=1e-10)
 
 
 @settings(max_examples=30, deadline=None)

@@ -21,15 +21,10 @@ from lightning_fedleak.attacks.texts.subspace_rows import shared_rows
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, NotYet, Observation
 from tests.attacks.row_space import models
+from tests.attacks.row_space.models import classifier
 from tests.attacks.texts.test_subspace_texts import answer, certified, prepared, read, shared
 
 RANKS = [None, 12]
-
-
-def classifier() -> nn.Module:
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(**models.SIZES, max_position_embeddings=models.LENGTH)
-    )
 
 
 def made(family: Callable[[], nn.Module], rank: int | None) -> nn.Module:

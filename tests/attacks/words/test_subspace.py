@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import transformers
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,10 +31,10 @@ from lightning_fedleak.model.snapshots import (
 )
 from tests.attacks.row_space.models import (
     FAMILIES,
-    SIZES,
     VOCABULARY,
     backward,
     bert,
+    classifier,
     exposed_types,
     gpt2,
     llama,
@@ -99,21 +98,13 @@ def test_variants_of_lora(more: dict[str, object]) -> None:
     check_exact(with_lora(ready(llama()), 6, ["q_proj", "v_proj"], **more), texts(4, 7))
 
 
-def classifier() -> nn.Module:
-    config = transformers.BertConfig(
-        **SIZES,
-        max_position_embeddings=24,
-        pad_token_id=None,  # whose row would be zero, and leave hardly a trace
-    )
-    return transformers.BertForSequenceClassification(config)
-
-
 @pytest.mark.parametrize(
     ("family", "task", "targets"),
     [
         (llama, "CAUSAL_LM", ["q_proj", "v_proj"]),
         (gpt2, "CAUSAL_LM", ["c_attn"]),
-        (classifier, "SEQ_CLS", ["query", "value"]),
+        # The row of a token of padding would be zero, and leave hardly a trace.
+        (lambda: classifier(pad_token_id=None), "SEQ_CLS", ["query", "value"]),
     ],
 )
 def test_adalora_as_peft_trains_it(family, task: str, targets: list[str]) -> None:

@@ -201,6 +201,8 @@ def test_a_state_sets_all_words_of_the_generator() -> None:
         state, seed = torch.get_rng_state(), torch.initial_seed()
         drawn = torch.empty(350, dtype=torch.int64).random_(0, 2**32)  # two words for each number
     words = state[24 : 24 + 8 * randomness.WORDS].view(torch.int64)
+    seeded = torch.Generator().manual_seed(seed).get_state()  # as the seed alone would set it
+    assert not torch.equal(state, seeded)
     twister = np.random.RandomState()
     twister.set_state(("MT19937", words.numpy().astype("u4"), randomness.WORDS))
     expected = twister.randint(0, 2**32, 700, dtype=np.uint32)[1::2]

@@ -23,7 +23,13 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)  # fmt: skip
 
 from lightning_fedleak.attacks import PublicText
 from lightning_fedleak.cli.finetuning.texts import read_texts as finetuning_texts
@@ -170,6 +176,11 @@ def float_model(folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
+def loaded(folder: str) -> tuple[Any, Any]:
+    """Return the tokenizer of a folder and its model, without dropout."""
+    return AutoTokenizer.from_pretrained(folder), float_model(folder).eval()
+
+
 def tuned_model(options: argparse.Namespace, seed: int) -> Any:
     """Return the model of the options, with a LoRA of a seed where they give its rank."""
     model = float_model(options.model)
@@ -256,6 +267,23 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return (
         [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
     )
+
+
+def auc_cells(folder: Path) -> tuple[dict[str, list[str]], str]:
+    """Return the AUCs of each attack in a run's looks, and how many were asked about at the last.
+
+    An attack that has none at a look has a dash there.
+    """
+    cells: dict[str, list[str]] = {}
+    sides = ""
+    for line in read_lines(folder / "leakage.jsonl"):
+        values, text = line["metrics"], "-"
+        if values.get("auc", {}).get("value") is not None:
+            text = with_range(**values["auc"])
+            members, others = (values[side]["value"] for side in ("members", "others"))
+            sides = f"{members:.0f} members, {others:.0f} others"
+        cells.setdefault(line["attack"], []).append(text)
+    return cells, sides
 
 
 def add_line(path: Path, *lines: dict[str, Any]) -> None:

@@ -1,9 +1,6 @@
 """Texts of membership games by name, and what several scripts do with games."""
 
-import csv
 import hashlib
-import io
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.shared import content_of, data_folder
+from benchmarks.shared import data_folder
 from lightning_fedleak.attacks.base import RunFacts
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.base import MembershipAttack
@@ -60,15 +57,10 @@ def halves(
 
 
 def lines_of(path: Path) -> list[str]:
-    content = content_of(path)
-    if ".jsonl" in path.name:
-        texts = [json.loads(line)["text"] for line in content.splitlines() if line.strip()]
-    elif ".csv" in path.name:
-        texts = [row["text"] for row in csv.DictReader(io.StringIO(content))]
-    elif "emotion" in path.parts:
-        texts = [line.rpartition(";")[0] for line in content.splitlines()]
-    else:
-        texts = content.splitlines()
+    """Return the texts of a file; those of ``emotion`` end with a class."""
+    texts = read_texts(path, "text")
+    if "emotion" in path.parts:
+        texts = [line.rpartition(";")[0] for line in texts]
     return [t for t in (t.replace("<br />", " ").strip() for t in texts) if t]
 
 

@@ -11,8 +11,7 @@ Texts without a common run of 13 tokens are split by a coin into members, which 
 others. Prints AUC (97.5%, the share of a first look) and, from 1,000 others on, the TPR at .1% and
 1% FPR, for each look. ``error_zone_published`` is EZ-MIA's ratio as it was published, for
 comparison. With ``--reference`` the same recipe trains a model on so many further texts, beside
-which ``combined_reference`` scores; ``instead_of_base`` puts the reference in the base's place,
-and ``loss_beyond`` is the difference of the two losses. With
+which ``combined_reference`` scores. With
 ``--auto 1,0.25`` a Trainer of transformers trains references of so many of the members instead, by
 ``Memorization(reference="auto")``. For each it also trains alone, and with looks at as many texts
 but no reference. A reference's price is the processor time of the run with it less that of the one
@@ -83,28 +82,6 @@ class PublishedErrorZone(MemorizationAttack):
         return torch.where((down > 0) & (wrong.sum(1) > 1), up / down, 0.0)
 
 
-class LossBeyond(MemorizationAttack):
-    """Score a text by the loss of the reference less that of the model."""
-
-    default_name = "loss_beyond"
-
-    def score(self, released: ReleasedModel) -> torch.Tensor:
-        """Return the difference."""
-        assert released.references is not None
-        return released.now.mean_log_probs() - released.references.answers[0].mean_log_probs()
-
-
-class InsteadOfBase(MemorizationAttack):
-    """Score a text as ``Combined`` does, with the reference instead of the base."""
-
-    default_name = "instead_of_base"
-
-    def score(self, released: ReleasedModel) -> torch.Tensor:
-        """Return the scores."""
-        assert released.references is not None
-        return Combined().score(replace(released, base=released.references.answers[0]))
-
-
 def trained_pool(
     options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> tuple[Pool, list[Text]]:
@@ -127,8 +104,7 @@ def describe(audit: Audit, now: TokenSnapshot) -> dict[str, str]:
     """Return one cell for each attack."""
     attacks = {attack.name: attack for attack in (*all_attacks(), PublishedErrorZone())}
     if audit.references is not None:
-        beside = CombinedReference(), InsteadOfBase(), LossBeyond()
-        attacks |= {attack.name: attack for attack in beside}
+        attacks |= {CombinedReference.default_name: CombinedReference()}
     compared, cells = audit.part("long", now), {}
     for name, attack in attacks.items():
         values, scores = compared.measure(attack)
@@ -142,12 +118,8 @@ def describe(audit: Audit, now: TokenSnapshot) -> dict[str, str]:
 
 def true_positives(scores: torch.Tensor, members: torch.Tensor) -> str:
     """Return the TPRs, to append to the AUC; nothing if they are unknown."""
-    non_members = scores[~members].sort(descending=True).values
-    if len(non_members) < OTHERS:
-        return ""
-    thresholds = [non_members[int(fpr * len(non_members))] for fpr in FPRS]
-    rates = [float((scores[members] > threshold).double().mean()) for threshold in thresholds]
-    return "".join(f" / {rate:.3f}" for rate in rates)
+    known = int((~members).sum()) >= OTHERS
+    return "".join(f" / {rate:.3f}" for rate in point_rates(scores, members)[1:] if known)
 
 
 def train(options: argparse.Namespace, seed: int) -> None:

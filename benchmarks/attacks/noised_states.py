@@ -13,10 +13,9 @@ import time
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from benchmarks.papers.membership import start_of
-from benchmarks.shared import float_model, mean_and_half, parser_of, print_place, read_texts
+from benchmarks.shared import loaded, mean_and_half, parser_of, print_place, read_texts
 from lightning_fedleak import PrefixInversion
 from lightning_fedleak.attacks.texts.bottom_model import BottomModel
 from lightning_fedleak.attacks.texts.prefix.inversion import states_after
@@ -51,8 +50,8 @@ def main() -> None:
         no_plain=False,
     ).parse_args()  # fmt: skip
     print_place()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    anatomy = find_anatomy(float_model(args.model).eval())
+    tokenizer, model = loaded(args.model)
+    anatomy = find_anatomy(model)
     lines, start = read_texts(args.text), start_of(tokenizer, anatomy)
     counts = torch.tensor(tokenizer(" ".join(lines[-2000:]))["input_ids"]).bincount()
     pool = counts.topk(min(args.pool, int((counts > 0).sum()))).indices

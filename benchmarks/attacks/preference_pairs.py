@@ -6,17 +6,13 @@
 
 A pair is the begin of a text with its own continuation, which is chosen, and that of another text,
 which stands in no other pair. ``leave_out`` holds half of the pairs out. Prints AUC (its interval)
-of :class:`~lightning_fedleak.attacks.memorization.PreferenceMargin`, and of other formulas on the
-same answers of the model: ``margin_a_token`` divides each answer's gain by its length; ``ratios``
-is the difference of the answers' likelihood ratios, a token; ``chosen`` and ``rejected`` read one
-answer alone; ``no_reference`` leaves the base out. With ``--null`` the model is trained on further
-pairs, none of which is asked about.
+of :class:`~lightning_fedleak.attacks.memorization.PreferenceMargin`. With ``--null`` the model is
+trained on further pairs, none of which is asked about.
 """
 
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +25,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 from benchmarks import shared
-from lightning_fedleak.attacks.memorization import MemorizationAttack, PreferenceMargin
+from lightning_fedleak.attacks.memorization import PreferenceMargin
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
-from lightning_fedleak.model.snapshots import ReleasedModel
 from lightning_fedleak.trainers import Watch, WatchSettings
 
 SMOKE = (
@@ -41,43 +36,6 @@ SMOKE = (
 )
 
 Row = dict[str, list[int]]
-
-
-class Formula(MemorizationAttack):
-    """Score pairs by a function of what each answer gained and how many tokens it has.
-
-    Args:
-        name: of the formula.
-        formula: gets the log-likelihoods of both answers, (2, N), chosen first, those of the base,
-            and the numbers of tokens; returns (N,) scores.
-    """
-
-    default_name = "formula"
-    part = "pairs"
-
-    def __init__(self, name: str, formula: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        super().__init__(name)
-        self.formula = formula
-
-    def score(self, released: ReleasedModel) -> Tensor:
-        """Return what the formula says."""
-        assert released.rejected is not None
-        labels = released.now.labels
-        halves = torch.stack([labels & ~released.rejected, labels & released.rejected])
-        now, base = (
-            (answers.log_probs.double() * halves).sum(2)
-            for answers in (released.now, released.base)
-        )
-        return self.formula(now, base, halves.sum(2).double())
-
-
-FORMULAS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "margin_a_token": lambda now, base, n: _less((now - base) / n),
-    "ratios": lambda now, base, n: _less(((now - base) / n).exp()),
-    "chosen": lambda now, base, n: (now - base)[0],
-    "rejected": lambda now, base, n: -(now - base)[1],
-    "no_reference": lambda now, base, n: _less(now),
-}
 
 
 def _less(values: Tensor) -> Tensor:
@@ -140,13 +98,12 @@ def train(options: argparse.Namespace, rows: list[Row], seed: int, folder: Path)
     model = shared.tuned_model(options, seed)
     optimizer = torch.optim.AdamW(shared.trained(model), options.lr)
     loader = DataLoader(data, options.batch, shuffle=True, collate_fn=collate)
-    attacks = [PreferenceMargin(), *(Formula(name, f) for name, f in FORMULAS.items())]
     memorization = Memorization(max_overhead=10, looks=())
     watch = Watch(
-        model, optimizer, attacks, loader=loader, folder=folder,
+        model, optimizer, [PreferenceMargin()], loader=loader, folder=folder,
         settings=WatchSettings(memorization=memorization),
     )  # fmt: skip
-    start, sides = time.process_time(), ""
+    start = time.process_time()
     model.train()
     with watch:
         for _ in range(options.epochs):
@@ -160,11 +117,7 @@ def train(options: argparse.Namespace, rows: list[Row], seed: int, folder: Path)
                     loss_of(options, model, base, batch).backward()
                     optimizer.step()
     seconds = time.process_time() - start
-    cells: dict[str, list[str]] = {}
-    for line in shared.read_lines(folder / "leakage.jsonl"):
-        n = line["metrics"]
-        sides = f"{n['members']['value']:.0f} members, {n['others']['value']:.0f} others"
-        cells.setdefault(line["attack"], []).append(shared.with_range(**n["auc"]))
+    cells, sides = shared.auc_cells(folder)
     facts = f"seed {seed}{', null' * options.null}: {sides}; {seconds:.0f} s CPU"
     what = options.loss, f"beta {options.beta:g}", f"lr {options.lr:g}"
     shared.print_epochs(options, cells, *what, facts)

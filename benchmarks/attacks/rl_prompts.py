@@ -11,15 +11,14 @@ it; with ``--reward shared`` it is the first half for all.
 
 Prints AUC (its interval) of :class:`~lightning_fedleak.attacks.memorization.PolicyDrift` and
 :class:`~lightning_fedleak.attacks.memorization.RewardGain`, and of other formulas on the same
-prompts and weights: ``both`` adds the two as standard scores. ``diba_gain`` and ``diba_drift`` are
-the two sides of DIBA (arXiv 2511.14045), the mean reward of completions that the model writes now
-less that of others that the base wrote, by different random numbers, and the mean log ratio of the
-model to the base on what the model writes now; ``diba`` adds them as standard scores, since the
-paper trains a classifier on shadow models. ``premia`` is PREMIA's ratio (arXiv 2407.06443) on what
-is given here, the prompt itself. These need a copy of the base; they are asked after the last epoch
-alone. With ``--null`` the
-model is trained on further prompts, none of which is asked about. The seconds of the looks are
-those of everything that is asked, the other formulas too.
+prompts and weights. ``diba`` adds the two sides of DIBA (arXiv 2511.14045) as standard scores,
+since the paper trains a classifier on shadow models: the mean reward of completions that the model
+writes now less that of others that the base wrote, by different random numbers, and the mean log
+ratio of the model to the base on what the model writes now. ``premia`` is PREMIA's ratio (arXiv
+2407.06443) on what is given here, the prompt itself. These need a copy of the base; they are asked
+after the last epoch alone. With ``--null`` the model is trained on further prompts, none of which
+is asked about. The seconds of the looks are those of everything that is asked, the other formulas
+too.
 
 Below the table it says in how many of 300 draws, each of which deals the memberships of the run to
 its prompts at random, our two attacks report members at any look, by a lower end above .5. The
@@ -133,22 +132,12 @@ def standard(values: Tensor) -> Tensor:
 
 def attacks_of(study: Study) -> list[PromptAttack]:
     """Return our attacks and the other formulas."""
-    drift, gain = PolicyDrift(), RewardGain()
-
-    def both(released: ReleasedModel) -> Tensor:
-        return standard(drift.score(released)) + standard(gain.score(released))
 
     def diba(released: ReleasedModel) -> Tensor:
         return sum(standard(study.asked(name, released)) for name in ("gain", "drift"))
 
-    formulas: dict[str, Callable[[ReleasedModel], Tensor]] = {
-        "both": both,
-        "diba_gain": partial(study.asked, "gain"),
-        "diba_drift": partial(study.asked, "drift"),
-        "diba": diba,
-        "premia": partial(study.asked, "prompt"),
-    }
-    return [drift, gain, *(Formula(name, formula) for name, formula in formulas.items())]
+    premia = partial(study.asked, "prompt")
+    return [PolicyDrift(), RewardGain(), Formula("diba", diba), Formula("premia", premia)]
 
 
 def kept_scores(attacks: list[PromptAttack]) -> dict[str, list[Tensor]]:
@@ -271,15 +260,8 @@ def train(options: argparse.Namespace, examples: list[Example], seed: int, folde
     trainer.train()
     seconds = time.process_time() - start
     values = study.channel._rewards
-    cells: dict[str, list[str]] = {}
-    sides = ""
-    for line in shared.read_lines(folder / "leakage.jsonl"):
-        if line["attack"] in {attack.name for attack in study.channel.attacks}:
-            n, text = line["metrics"], "-"
-            if n.get("auc", {}).get("value") is not None:
-                sides = f"{n['members']['value']:.0f} members, {n['others']['value']:.0f} others"
-                text = shared.with_range(**n["auc"])
-            cells.setdefault(line["attack"], []).append(text)
+    cells, sides = shared.auc_cells(folder)
+    cells = {attack.name: cells[attack.name] for attack in study.channel.attacks}
     facts = f"seed {seed}{', null' * options.null}: {sides}; {seconds:.0f} s CPU, of which looks "
     facts += f"{looks[0]:.0f} s; reward of the base {float(values[0].mean()):.2f}"
     what = options.trainer, f"reward {options.reward}", f"lr {options.lr:g}"

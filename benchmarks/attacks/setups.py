@@ -143,16 +143,6 @@ def embedding_adapters(model: transformers.PreTrainedModel) -> nn.Module:
     return model
 
 
-def bitfit(model: transformers.PreTrainedModel) -> nn.Module:
-    model.requires_grad_(False)
-    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
-    if not biases:
-        raise ValueError("the model has no biases: give another --setups")
-    for bias in biases:
-        bias.requires_grad_(True)
-    return model
-
-
 def norms(model: transformers.PreTrainedModel) -> nn.Module:
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -202,7 +192,6 @@ SETUPS: dict[str, Callable[[transformers.PreTrainedModel], nn.Module]] = {
     "lora 8 o,down": lora(8, ["o_proj", "down_proj"]),
     "adapters": adapters,
     "adapters, one behind the embeddings": embedding_adapters,
-    "bitfit": bitfit,
     "prompt tuning": prompts,
 }
 

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from benchmarks.attacks.subspace_words import SOURCE, Source, adapted, built, read_options
+from benchmarks.attacks.subspace_words import SOURCE, Source, adapted, built, observed, read_options
 from benchmarks.shared import trained, with_ends, with_lora
 from lightning_fedleak.attacks import RunFacts, SubspaceTexts, UnusableObservation
 from lightning_fedleak.evaluation.metrics import TextReconstruction
@@ -94,10 +94,6 @@ def shared(
     model = anatomy.root
     kind, _, value = defense.partition(":")
     generator = torch.Generator(ids.device).manual_seed(number)
-
-    def normal(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator, device=like.device)
-
     if kind == "sgd":
         parts = list(ids.chunk(int(value)))
         initial = [p.detach().clone() for p in trained(model)]
@@ -112,7 +108,7 @@ def shared(
                 parameter.copy_(old)
         settings = {"local_steps": len(parts), "learning_rate": options.lr}
         return Observation((UpdateSnapshot(number, Stage.SHARED, shifted, **settings),))
-    std = rounding_std = 0.0
+    std = 0.0
     if kind == "dpsgd":
         gradients = {r: torch.zeros_like(anatomy.parameter(r)) for r in roles}
         for row in ids:
@@ -123,23 +119,22 @@ def shared(
         std = float(value)
     else:
         backward(model, ids, options)
+        if kind in ("none", "noise"):
+            return observed(anatomy, roles, float(value or 0), number)
         gradients = {r: anatomy.parameter(r).grad.clone() for r in roles}
-    if kind == "noise":
-        flat = torch.cat([g.flatten() for g in gradients.values()])
-        std = float(value) * float(flat.square().mean().sqrt())
     for role, g in gradients.items():
-        if std:
-            gradients[role] = g + std * normal(g)
+        if kind == "dpsgd":
+            noise = torch.randn(g.shape, generator=generator, device=g.device)
+            gradients[role] = g + std * noise
         elif kind == "bf16":
             gradients[role] = g.bfloat16()
         elif kind == "int8":
             step = g.abs().max() / 127
             gradients[role] = (g / step).round() * step
-            rounding_std = max(rounding_std, float(step) / 12**0.5)
+            std = max(std, float(step) / 12**0.5)
         elif kind == "topk":
             least = g.abs().flatten().topk(max(1, int(float(value) * g.numel()))).values[-1]
             gradients[role] = g.where(g.abs() >= least, 0.0)
-    std = max(std, rounding_std)
     return Observation((GradientSnapshot(number, Stage.SHARED, gradients, noise_std=std),))
 
 

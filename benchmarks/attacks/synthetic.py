@@ -23,15 +23,14 @@ texts that they write, tell planted ones from those left out:
 
 import argparse
 import copy
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from benchmarks.shared import float_model, parser_of, print_place, read_texts, table, with_range
+from benchmarks.shared import loaded, parser_of, print_place, read_texts, table, with_range
 from lightning_fedleak.attacks.memorization import Combined
 from lightning_fedleak.cli.commands.options import parse
 from lightning_fedleak.cli.commands.synthetic import COPY_SCORES, ask_auxiliary, compare_generated
@@ -40,7 +39,7 @@ from lightning_fedleak.engine.channels.released.audit import Audit
 from lightning_fedleak.engine.channels.released.pool import Pool
 from lightning_fedleak.evaluation.canaries import sampled_canaries
 from lightning_fedleak.evaluation.metrics.released import membership_values
-from lightning_fedleak.model.anatomy import find_anatomy
+from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.snapshots import ReleasedModel
 from lightning_fedleak.model.taps import Text, token_log_probs
 
@@ -96,6 +95,18 @@ def written(
     return texts
 
 
+def fitted(
+    options: argparse.Namespace, base: Any, rows: list[Text], tokenizer: Any, seed: int
+) -> Iterator[tuple[int, Anatomy]]:
+    """Yield each number of epochs, and a copy of the base that was trained for so many."""
+    for epochs in map(int, options.epochs.split(",")):
+        torch.manual_seed(seed)
+        model = copy.deepcopy(base)
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        recipe = Recipe(epochs, 8, options.lr)
+        yield epochs, fit_texts(model, rows, recipe, "causal", tokenizer)
+
+
 def auc_cell(values: dict[str, float]) -> str:
     """Return the AUC and its interval as text."""
     return with_range(*(values[f"auc{end}"] for end in ("", "_low", "_high")))
@@ -103,20 +114,13 @@ def auc_cell(values: dict[str, float]) -> str:
 
 def play(options: argparse.Namespace, seed: int) -> None:
     """Train, write and ask for each number of epochs, and print a table."""
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    base = float_model(options.model).eval()
+    tokenizer, base = loaded(options.model)
     pool = drawn_pool(options, tokenizer, seed)
     rows = [text for text, inside in zip(pool.texts, pool.trains, strict=True) if inside]
     defaults, cells = defaults_of(options, seed), []
-    for epochs in map(int, options.epochs.split(",")):
-        start = time.process_time()
-        torch.manual_seed(seed)
-        model = copy.deepcopy(base)
-        fit_texts(model, rows, Recipe(epochs, 8, options.lr), "causal", tokenizer)
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-        sizes = sorted(map(int, options.generated.split(",")))
-        texts = written(model, sizes[-1], tokenizer, options.length)
-        seconds = time.process_time() - start
+    sizes = sorted(map(int, options.generated.split(",")))
+    for epochs, anatomy in fitted(options, base, rows, tokenizer, seed):
+        texts = written(anatomy.model, sizes[-1], tokenizer, options.length)
         for size in sizes:
             before, after = ask_auxiliary(pool.texts, texts[:size], defaults)
             audit = Audit(pool, before, lambda ids: str(tokenizer.decode(ids)))
@@ -125,7 +129,6 @@ def play(options: argparse.Namespace, seed: int) -> None:
             scores = [auc_cell(result.values[name]) for name in NAMES]
             counts = f"{copied['members']:.0f} / {copied['others']:.0f}"
             cells.append([f"{epochs}", f"{size}", *scores, counts])
-            print(f"# {epochs} epochs, {size} texts: {seconds:.0f} s to write", flush=True)
     lines = table(["epochs", "texts", *NAMES, "copied rows / others"], cells)
     n, n_others = int(result.sides.sum()), int((~result.sides).sum())
     print(f"\nSeed {seed}: {n} rows, {n_others} others\n\n{lines}")
@@ -150,8 +153,7 @@ def planted(
 
 def play_canaries(options: argparse.Namespace, seed: int) -> None:
     """Plant canaries, train, write and ask for each number of epochs, and print a table."""
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    base = float_model(options.model).eval()
+    tokenizer, base = loaded(options.model)
     pool, canaries = drawn_pool(options, tokenizer, seed), planted(options, base, tokenizer, seed)
     rows = [text for text, inside in zip(pool.texts, pool.trains, strict=True) if inside]
     texts = [text for kind in canaries.values() for text in kind]
@@ -159,14 +161,9 @@ def play_canaries(options: argparse.Namespace, seed: int) -> None:
     train = rows + [text for text, coin in zip(texts, coins, strict=True) if coin] * options.times
     before = token_log_probs(find_anatomy(base), texts)
     cells = []
-    for epochs in map(int, options.epochs.split(",")):
-        torch.manual_seed(seed)
-        model = copy.deepcopy(base)
-        now = token_log_probs(
-            fit_texts(model, train, Recipe(epochs, 8, options.lr), "causal", tokenizer), texts
-        )
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-        generated = written(model, int(options.generated), tokenizer, options.length)
+    for epochs, anatomy in fitted(options, base, train, tokenizer, seed):
+        now = token_log_probs(anatomy, texts)
+        generated = written(anatomy.model, int(options.generated), tokenizer, options.length)
         answers = before, ask_auxiliary(texts, generated, defaults_of(options, seed))[1]
         for number, kind in enumerate(canaries):
             side = torch.arange(len(texts)) // options.canaries == number

@@ -10,8 +10,7 @@ there. Private sentences are run through the model once and batches are put toge
 exact gradient: sentences do not see each other).
 
 ``--surface tied`` attacks the matrix as shared, for a tied model the sum of head and embedding
-parts; ``--surface head`` the head's own part, which no server sees of a tied model; ``--surface
-lora`` the B of a LoRA of ``--rank`` on the head, at its start.
+parts; ``--surface lora`` the B of a LoRA of ``--rank`` on the head, at its start.
 
 ``--noise`` adds Gaussian noise to every coordinate, its standard deviation in units of what one
 token puts into a row (the mean norm of the hidden states over the number of tokens).
@@ -30,7 +29,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import shared
 from benchmarks.shared import mean_and_half, read_texts, tokens_of
@@ -151,9 +149,9 @@ def guessed(attack: Attack, view: Observation) -> WordGuess:
 
 def main() -> None:
     parser = shared.parser_of(
-        __doc__, "model", private="imdb", public=("wikitext2", "a set, or 'sampled'"),
+        __doc__, "model", private="imdb", public="wikitext2",
         shapes="8x25,16x50,32x100", batches=20, attacks=",".join(ATTACKS),
-        surface=("tied", ("tied", "head", "lora")), rank=(8, "of the LoRA of --surface lora"),
+        surface=("tied", ("tied", "lora")), rank=(8, "of the LoRA of --surface lora"),
         calibration_tokens=12_000, lengths=([*LENGTHS], "of the calibrating texts"),
         regression_batches=(5, "for each shape"), regression_shapes=len(REGRESSION_SHAPES),
         regression_pool=(40, "public sentences of each of them, at least"),
@@ -167,23 +165,14 @@ def main() -> None:
     if unknown := set(names) - set(ATTACKS):
         parser.error(f"unknown attacks {sorted(unknown)}; choose from {ATTACKS}")
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    if args.surface == "head":
-        head = model.get_output_embeddings()
-        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    tokenizer, model = shared.loaded(args.model)
     if args.surface == "lora":
         torch.manual_seed(args.seed)
         model = shared.with_lora(model, args.rank, ["lm_head"]).eval()
     anatomy = find_anatomy(model)
     role = head_surface(anatomy).role
     private = tokens_of(read_texts(args.private), tokenizer, args.bos, args.seed + 1, 2000)
-    if args.public == "sampled":
-        if args.bos is not None:
-            model.config.bos_token_id = args.bos
-        public = PublicText.sampled_from(anatomy, 256, 64, args.seed)
-    else:
-        public = tokens_of(read_texts(args.public), tokenizer, args.bos, args.seed + 2, 1000)
+    public = tokens_of(read_texts(args.public), tokenizer, args.bos, args.seed + 2, 1000)
     attacks, calibration = runners(names, anatomy, public, args)
 
     head = ("batch", "noise", "types", "attack", "F1", "precision", "recall", "MAER", "seconds")

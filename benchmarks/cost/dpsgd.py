@@ -4,8 +4,6 @@
     python -m benchmarks.cost.dpsgd --lora               # the same with LoRA of rank 8 on c_attn
     python -m benchmarks.cost.dpsgd --tied               # tied: Opacus' ghost clipping refuses it
     python -m benchmarks.cost.dpsgd --layers 4 --width 132 --vocabulary 8000    # a small one
-    python -m benchmarks.cost.dpsgd --watched            # something reads each raw gradient
-    python -m benchmarks.cost.dpsgd --trainer --lora --model DIR    # under transformers' Trainer
     python -m benchmarks.cost.dpsgd --memory ours        # peak resident memory of one arm alone
     python -m benchmarks.cost.dpsgd --pieces 8 --batch 4096 64 --memory ours
 
@@ -13,9 +11,7 @@
 on_train_batch_end, monitors' seams and checks included; ``plain`` and the two of Opacus (per-sample
 hooks and ghost clipping) are bare loops outside of Lightning. Opacus' steps get position ids of
 shape (B, T): with GPT-2's own (1, T) its clipped sums are wrong. Fixed batches, one thread, SGD.
-With ``--trainer`` ours is a step of ``defended(Trainer)``, from on_step_begin to on_step_end, on
-Poisson samples; plain is a plain Trainer's ``training_step`` with its optimizer's; all peers step
-on as many rows as ours had drawn. With ``--pieces`` a batch is run so many rows at a time, by all
+With ``--pieces`` a batch is run so many rows at a time, by all
 (Opacus' optimizer skips all steps but the last). Processor time, with
 ``--device cuda`` elapsed time and the GPU's memory; medians over rounds. A ratio is the median over
 rounds of ours over the peer's in the same round.
@@ -27,7 +23,6 @@ import datetime
 import platform
 import resource
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -37,19 +32,17 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks import shared
 from benchmarks.shared import FineTuning, fit, trained
 from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.isolation import Isolation
 from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.trainers import defended
 
 SMOKE = (
-    "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1 --watched",
+    "--layers 1 --width 24 --vocabulary 64 --batch 2 8 --rounds 1",
     "--layers 1 --width 24 --vocabulary 64 --batch 4 8 --rounds 1 --pieces 2 --lora",
-    "--layers 1 --width 24 --vocabulary 64 --batch 4 8 --rounds 2 --trainer --peers plain hooks",
 )
 
 CLIP, SIGMA, LR = 1.0, 1.0, 1e-3
@@ -70,11 +63,8 @@ def build(options: argparse.Namespace) -> nn.Module:
     model: nn.Module = GPT2LMHeadModel(
         GPT2Config(n_head=6, tie_word_embeddings=options.tied, **sizes)
     )
-    if options.model:
-        model = shared.float_model(options.model)
     if options.lora:
-        layers = options.modules or (["q_proj", "v_proj"] if options.model else ["c_attn"])
-        model = shared.with_lora(model, 8, layers, fan_in_fan_out=not options.model)
+        model = shared.with_lora(model, 8, ["c_attn"], fan_in_fan_out=True)
     return model.train().to(options.device)
 
 
@@ -94,26 +84,6 @@ def plain(model: nn.Module, ids: Tensor, rows: int) -> Step:
         optimizer.step()
 
     return step
-
-
-def trainer_step(model: nn.Module, ids: Tensor, rows: int) -> Step:
-    """A plain Trainer's step, without its loop."""
-    trainer = Trainer(model, arguments(rows, 1))
-    optimizer = trainer.create_optimizer()
-    trainer.current_gradient_accumulation_steps = 1  # which its loop sets
-
-    def step() -> None:
-        trainer.training_step(model, {"input_ids": ids, "labels": ids})
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def arguments(rows: int, steps: int) -> TrainingArguments:
-    settings = {"per_device_train_batch_size": rows, "optim": "sgd", "learning_rate": LR}
-    folder = tempfile.gettempdir()  # nothing is saved
-    return shared.trainer_arguments(folder, max_steps=steps, **settings)
 
 
 def opacus(model: nn.Module, ids: Tensor, mode: str, rows: int) -> Step:
@@ -147,61 +117,19 @@ def opacus(model: nn.Module, ids: Tensor, mode: str, rows: int) -> Step:
     return step
 
 
-def peer(name: str, model: nn.Module, ids: Tensor, rows: int, plain: Any) -> Step:
-    """Return a step of a peer, of which one, that allocates, is done."""
-    step = plain(model, ids, rows) if name == "plain" else opacus(model, ids, name, rows)
-    step()
-    return step
-
-
 def arms(options: argparse.Namespace, ids: Tensor) -> dict[str, Step]:
-    model = build(options)
+    """Return a step of each peer, of which one, that allocates, is done."""
+    model, rows = build(options), options.pieces or len(ids)
     steps: dict[str, Step] = {}
     for name in options.peers:
-        model_copy = copy.deepcopy(model) if len(options.peers) > 1 else model
+        own = copy.deepcopy(model) if len(options.peers) > 1 else model
         try:
-            steps[name] = peer(name, model_copy, ids, options.pieces or len(ids), plain)
+            step = plain(own, ids, rows) if name == "plain" else opacus(own, ids, name, rows)
+            step()
+            steps[name] = step
         except NotImplementedError as error:
             print(f"{name}: refused by Opacus: {str(error)[:100]}")
     return steps
-
-
-class TrainerInTurn(TrainerCallback):
-    """Times a step under the Trainer, then one of each peer on as many rows."""
-
-    def __init__(self, options: argparse.Namespace, model: nn.Module, ids: Tensor) -> None:
-        self.options, self.model, self.ids, self.rows = options, model, ids, 0
-        self.times: dict[str, list[float]] = {name: [] for name in ("ours", *options.peers)}
-
-    def count(self, module: nn.Module, args: Any, kwargs: dict[str, Tensor]) -> None:
-        self.rows += len(kwargs["input_ids"])
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.rows, self.start = 0, clock("cpu")
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        seconds, rows = clock("cpu") - self.start, max(1, self.rows)
-        self.times["ours"].append(seconds)
-        ids = self.ids[:rows]
-        for name in self.options.peers:
-            model_copy = copy.deepcopy(self.model)  # Opacus' hooks are for one size of batches
-            step = peer(name, model_copy, ids, rows, trainer_step)
-            start = clock("cpu")
-            step()
-            self.times[name].append(clock("cpu") - start)
-
-
-def timed_under_the_trainer(options: argparse.Namespace, ids: Tensor) -> dict[str, list[float]]:
-    """Seconds of every step, by arm; the first of ours holds the checks."""
-    rows = [{"input_ids": row, "labels": row} for row in ids.repeat(32, 1)]
-    model = build(options)
-    turns = TrainerInTurn(options, copy.deepcopy(model), ids.repeat(4, 1))
-    model.register_forward_pre_hook(turns.count, with_kwargs=True)
-    dp = DPSGD(CLIP, noise_multiplier=SIGMA, max_physical_batch_size=options.pieces)
-    settings = arguments(len(ids), options.rounds + 1)
-    more = {"train_dataset": rows, "defenses": [dp], "callbacks": [turns]}
-    defended(Trainer)(model, settings, **more).train()
-    return turns.times
 
 
 def isolation_seconds() -> list[float]:
@@ -238,14 +166,6 @@ class InTurn(L.Callback):
             self.times[name].append(clock(self.device) - start)
 
 
-class Watched(L.Callback):
-    """Reads the gradients of every stage."""
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        strategy.add_tap(lambda stage, optimizer: None)
-
-
 def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) -> DPSGD:
     defense = DPSGD(CLIP, noise_multiplier=SIGMA, max_physical_batch_size=options.pieces)
     fit(
@@ -255,17 +175,15 @@ def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) 
         accelerator=options.device,
         max_steps=options.rounds + 1,
         max_epochs=-1,
-        callbacks=[*callbacks, *([Watched()] if options.watched else [])],
+        callbacks=callbacks,
     )
     return defense
 
 
 def parser() -> argparse.ArgumentParser:
     return shared.parser_of(
-        __doc__, device=("cpu", ("cpu", "cuda")), trainer=False,
-        model=(str, "a folder with a model; its vocabulary is --vocabulary"), lora=False,
-        modules=([str], "names of the layers that get a LoRA"), tied=False,
-        watched=(False, "p.grad is read in each step"), layers=6, width=384, vocabulary=50257,
+        __doc__, device=("cpu", ("cpu", "cuda")), lora=False, tied=False, layers=6, width=384,
+        vocabulary=50257,
         batch=([8, 64], "rows, and tokens of each"), rounds=7, peers=["plain", "hooks", "ghost"],
         pieces=(int, "rows that ours runs at once"),
         memory=(str, ("ours", "plain", "hooks", "ghost")),
@@ -326,7 +244,7 @@ def main() -> None:
         print(f"{options.memory}, {rows}: peak {most:.3f} GiB, {grown:.3f} in the fit ({place})")
         return
     isolation = isolation_seconds()
-    results = (timed_under_the_trainer if options.trainer else timed)(options, ids)
+    results = timed(options, ids)
     medians = {name: statistics.median(times[1:]) for name, times in results.items()}
     print(f"{place}; B x T {tuple(ids.shape)}, {options.rounds} rounds; ", end="")
     print(f"first step of ours {results['ours'][0]:.2f} s, isolation {max(isolation):.2f} s of it")

@@ -16,8 +16,6 @@ monitor and its default cadence.
 """
 
 import argparse
-import datetime
-import platform
 import statistics
 import time
 import warnings
@@ -288,9 +286,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = parser().parse_args()
     shared.quieten()
-    print(f"\n{platform.platform()}, {torch.get_num_threads()} threads, torch {torch.__version__},")
-    print(f"{datetime.date.today()}, {model_name(arguments)}, batch")
-    print(f"{arguments.shape}, {arguments.precision}\n")
+    about = model_name(arguments), f"batch {arguments.shape}", arguments.precision
+    shared.print_place(f"torch {torch.__version__}", *about)
     if arguments.steps:
         time_steps(arguments)
         if arguments.device == "cuda":

@@ -27,7 +27,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -120,32 +120,29 @@ def threshold(row: Row, games: int, delta: float) -> float:
 # ---- broken on purpose ----------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def half_the_noise() -> Iterator[None]:
+def half_the_noise() -> Any:
     right = noise._add
 
     def half(key: bytes, target: Tensor, std: float) -> None:
         right(key, target, std / 2)
 
-    gauge = mock.patch.object(NoiseGauge, "measured", return_value=None)
-    with mock.patch.object(noise, "_add", half), gauge:
-        yield
+    broken = contextlib.ExitStack()
+    broken.enter_context(mock.patch.object(NoiseGauge, "measured", return_value=None))
+    broken.enter_context(mock.patch.object(noise, "_add", half))
+    return broken
 
 
-@contextlib.contextmanager
-def twice_the_clip() -> Iterator[None]:
+def twice_the_clip() -> Any:
     right = ClippedSum.__init__
 
     def loose(self: ClippedSum, *given: Any, **named: Any) -> None:
         right(self, *given, **named)
         self.factors *= 2
 
-    with mock.patch.object(ClippedSum, "__init__", loose):
-        yield
+    return mock.patch.object(ClippedSum, "__init__", loose)
 
 
-@contextlib.contextmanager
-def drawn_twice_as_often() -> Iterator[None]:
+def drawn_twice_as_often() -> Any:
     right = DPSGD.on_dataloader
 
     def often(self: DPSGD, dataloader: Any, context: Any) -> Any:
@@ -153,28 +150,26 @@ def drawn_twice_as_often() -> Iterator[None]:
         loader.batch_sampler.rate *= 2
         return loader
 
-    with mock.patch.object(DPSGD, "on_dataloader", often):
-        yield
+    return mock.patch.object(DPSGD, "on_dataloader", often)
 
 
-@contextlib.contextmanager
-def every_second_release_forgotten() -> Iterator[None]:
+def every_second_release_forgotten() -> Any:
     right, odd = Accountant.counter, itertools.cycle((True, False))
 
     def forgetful(self: Accountant, *arguments: Any) -> Callable[[], None]:
         count = right(self, *arguments)
         return lambda: count() if next(odd) else None
 
-    with mock.patch.object(Accountant, "counter", forgetful):
-        yield
+    return mock.patch.object(Accountant, "counter", forgetful)
 
 
-BREAKS: tuple[tuple[str, Callable[[], contextlib.AbstractContextManager[None]]], ...] = (
+BREAKS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("half the noise", half_the_noise),
     ("clip at 2 C", twice_the_clip),
     ("rate doubled", drawn_twice_as_often),
     ("half forgotten", every_second_release_forgotten),
 )
+"""What is broken, and what returns a context in which it is."""
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attacks.subspace_texts import backward, move_adapters, texts_of
-from benchmarks.attacks.subspace_words import SOURCE, Source, built, f1_of
+from benchmarks.attacks.subspace_words import SOURCE, Source, adapted, built, f1_of
 from benchmarks.shared import parser_of, print_place, with_ends
 from lightning_fedleak import attacks as known
 from lightning_fedleak.attacks import PublicText, Query, UnusableObservation
@@ -105,7 +105,6 @@ def main() -> None:
             attack.refresh(anatomy, 0)
     names = sorted({role for each in roles.values() for role in each})
     print_place()
-    whole = f"LoRA r {options.rank} {options.targets}" if options.rank else "whole"
     size = rows + options.non_members
     batches = [private.batch(size, length).input_ids for _ in range(options.batches)]
     for method in options.methods.split(","):
@@ -151,8 +150,8 @@ def main() -> None:
             text = f"{rate} ({missed} unknown)" if missed else rate
             cells.append(f"{attack.name} {text if values else 'unknown'}")
         seconds = (time.process_time() - start) / len(batches)
-        line = f"{whole} {options.shape} {method} | {' | '.join(cells)} | {seconds:.1f} s a batch"
-        print(line, flush=True)
+        setting = f"{adapted(options)} {options.shape} {method}"
+        print(f"{setting} | {' | '.join(cells)} | {seconds:.1f} s a batch", flush=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import shared
 from lightning_fedleak.defenses import DPSGD, DPAdamBC
@@ -166,7 +165,7 @@ def last_token(model: Any, states: Tensor, lengths: Tensor) -> dict[str, Tensor]
 
 def compute(options: argparse.Namespace) -> None:
     """Writes states and what is to be predicted from them."""
-    tokenizer, model = loaded(options)
+    tokenizer, model = shared.loaded(options.model)
     data: dict[str, Tensor] = {}
     if options.text:
         rows = [(t, "01"[len(t) % 2]) for t in shared.content_of(Path(options.text)).splitlines()]
@@ -178,8 +177,7 @@ def compute(options: argparse.Namespace) -> None:
     for name, rows in {"": train, "test_": test, "public_": public}.items():
         ids = [encode(tokenizer, text)[:TOKENS] for text, _ in rows[: options.texts]]
         for start in range(0, len(ids), CHUNK):
-            with torch.autocast("cpu", torch.bfloat16, enabled=options.half):
-                states = states_of(model, ids[start : start + CHUNK])
+            states = states_of(model, ids[start : start + CHUNK])
             for key, value in last_token(model, **states).items():
                 size = [len(ids), *value.shape[1:]]
                 if value.ndim == 4:
@@ -272,11 +270,6 @@ def recipe_of(private: bool, changes: str) -> Recipe:
     return replace(recipe, **{name: kinds[name](value) for name, value in pairs})
 
 
-def loaded(options: argparse.Namespace) -> tuple[Any, Any]:
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    return AutoTokenizer.from_pretrained(options.model), model.eval()
-
-
 def one_lora(
     data: dict[str, Tensor], epsilon: float | None, seed: int, changes: str,
     options: argparse.Namespace,
@@ -285,7 +278,7 @@ def one_lora(
     private = epsilon is not None
     recipe = recipe_of(private, changes)
     L.seed_everything(seed, verbose=False)
-    module = Tuned(loaded(options)[1], data, recipe, private)
+    module = Tuned(shared.loaded(options.model)[1], data, recipe, private)
     classes, count = data["test_classes"], len(data["lengths"])
     before = int(classes.bincount().max()) / len(classes)
     batch = min(recipe.batch, count // 4)
@@ -361,7 +354,6 @@ def main() -> None:
         text=(str, "a text a line, in place of the data (to try the script)"),
         out=(str, "file of runs, a line each"), epsilons=[*EPSILONS], seeds=3,
         sets=([""], "changes of the recipe, a run each"), texts=(10**6, "to train on, at most"),
-        half=(False, "frozen blocks in bf16"),
     )  # fmt: skip
     parser.add_argument("what", nargs="+", choices=("features", "run", "table"))
     options = parser.parse_args()

@@ -5,7 +5,6 @@
 Exact, by epsilon. Membership games under it: ``token_ldp_games.py``.
 """
 
-import argparse
 import math
 
 from benchmarks.shared import parser_of, print_row, table
@@ -33,7 +32,8 @@ def decoded_epsilon(randomizer: Randomizer, epsilon: float) -> float:
     return math.log(max(ratios))
 
 
-def kept(args: argparse.Namespace) -> None:
+def main() -> None:
+    args = parser_of(__doc__, vocabulary=30_522, epsilon=[5, 7.5, 10, 15, 20]).parse_args()
     print(table(["mechanism, rule", *(f"eps {e:g}" for e in args.epsilon)], []))
     for mechanism, rule, bits in (
         ("grr", None, None), ("rappor", "uniform", None), ("dbitflip", "uniform", 1024),
@@ -45,10 +45,6 @@ def kept(args: argparse.Namespace) -> None:
         ]
         name = f"{mechanism}, {rule or '-'}" + (f", {bits} bits" if bits else "")
         print_row(name, *results)
-
-
-def main() -> None:
-    kept(parser_of(__doc__, vocabulary=30_522, epsilon=[5, 7.5, 10, 15, 20]).parse_args())
 
 
 if __name__ == "__main__":

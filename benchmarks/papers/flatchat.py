@@ -25,7 +25,7 @@ from scipy import stats
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, BartConfig
+from transformers import BartConfig
 from transformers import BartForConditionalGeneration as Bart
 
 from benchmarks.attacks.word_recovery import REGRESSION_SHAPES, composed_batches, long_enough, score
@@ -33,7 +33,7 @@ from benchmarks.papers import reference, tables
 from benchmarks.papers.baselines import RevealLabels
 from benchmarks.papers.cells import Cell, Row, chosen
 from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, number, pm
-from benchmarks.shared import data_folder, read_texts, tokens_of
+from benchmarks.shared import data_folder, loaded, read_texts, tokens_of
 from lightning_fedleak.attacks import AlignedFlatChat, FlatChat, PublicText
 from lightning_fedleak.attacks.base import UnusableObservation
 from lightning_fedleak.attacks.public_text import each_gradient, gradient_of
@@ -130,8 +130,7 @@ class Language:
 
 @functools.lru_cache(maxsize=1)
 def language(folder: str, public: str, seed: int) -> Language:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer, model = loaded(folder)
     text = tokens_of(read_texts(public), tokenizer, None, seed + 2, 1000)
     return Language(find_anatomy(model), tokenizer, text)
 

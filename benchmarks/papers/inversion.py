@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
+from benchmarks import shared
 from benchmarks.papers import tables
 from benchmarks.papers.baselines import TokenRelaxation
 from benchmarks.papers.cells import Cell, Row, chosen
 from benchmarks.papers.membership import start_of
 from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, number, rate_of
-from benchmarks.shared import read_texts
 from lightning_fedleak.attacks.texts.base import InversionAttack
 from lightning_fedleak.cli.commands.invert import Noise, make_adversary, rows_of_length, run_cells
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
@@ -65,8 +62,8 @@ SIZES = tables.sizes_of(Size, "inversion")
 @functools.lru_cache(maxsize=1)
 def loaded(folder: str) -> tuple[Any, Anatomy]:
     """Tokenizer and anatomy of a causal model."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return AutoTokenizer.from_pretrained(folder), find_anatomy(model)
+    tokenizer, model = shared.loaded(folder)
+    return tokenizer, find_anatomy(model)
 
 
 @functools.lru_cache(maxsize=1)
@@ -92,7 +89,7 @@ def measure(
     tokenizer, anatomy = loaded(models[model])
     many = max(texts, utility_texts)
     rows = rows_of_length(
-        read_texts(text), tokenizer, length, many, min_rows=many, seed=seed,
+        shared.read_texts(text), tokenizer, length, many, min_rows=many, seed=seed,
         start_token_id=start_of(tokenizer, anatomy),
     )  # fmt: skip
     split = max(1, round(third * len(anatomy.blocks) / 3))

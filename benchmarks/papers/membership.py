@@ -101,7 +101,6 @@ class Played:
         anatomy: of the model.
         pool: the client's sentences.
         public: the server's.
-        public_pool: the server's sentences, to calibrate games on.
         planted: ids of the authors' sentence.
     """
 
@@ -109,7 +108,6 @@ class Played:
     anatomy: Anatomy
     pool: SentencePool
     public: PublicText
-    public_pool: SentencePool
     planted: torch.Tensor
 
 
@@ -120,14 +118,9 @@ def anatomy_of(folder: str) -> Anatomy:
 
 def start_of(tokenizer: Any, anatomy: Anatomy) -> int | None:
     """``<s>`` where a causal model's tokenizer knows it and does not put it itself."""
-    own = tokenizer("a")["input_ids"]
-    if anatomy.kind == "causal" and tokenizer.bos_token == "<s>" and own[0] != own_bos(tokenizer):
-        return own_bos(tokenizer)
-    return None
-
-
-def own_bos(tokenizer: Any) -> int:
-    return int(tokenizer.bos_token_id)
+    is_own = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    is_known = anatomy.kind == "causal" and tokenizer.bos_token == "<s>"
+    return int(tokenizer.bos_token_id) if is_known and not is_own else None
 
 
 @functools.lru_cache(maxsize=1)
@@ -141,15 +134,10 @@ def played(folder: str, text: str, pool: int, public_texts: int, tokens: int) ->
         rows = tokenizer(texts, truncation=True, max_length=tokens - len(front))["input_ids"]
         return [front + row for row in rows]
 
-    def sentences(texts: list[str]) -> SentencePool:
-        least = 3 if anatomy.kind == "causal" else 2
-        return SentencePool.from_texts(
-            texts, tokenizer, tokens, at_least=least, start_token_id=start
-        )
-
+    least = 3 if anatomy.kind == "causal" else 2
     planted = torch.tensor(ids([membership_games.PLANTED])[0])
-    pools = sentences(private), PublicText(ids(public)), sentences(public)
-    return Played(tokenizer, anatomy, *pools, planted)
+    pool = SentencePool.from_texts(private, tokenizer, tokens, at_least=least, start_token_id=start)
+    return Played(tokenizer, anatomy, pool, PublicText(ids(public)), planted)
 
 
 def result_row(result: GameResult, **notes: Any) -> Row:
@@ -224,25 +212,7 @@ def measure_games(
         played_games = play(at.anatomy, attacks, at.pool, config, challenges=challenges)
         return [result_row(result) for result in by_the_mean(played_games)]
     results = play(at.anatomy, attacks, at.pool, config)
-    if group == "published":
-        results += by_public_games(at, attacks[::2], results[::2], config, games)
     return [result_row(result) for result in results]
-
-
-def by_public_games(
-    at: Played,
-    attacks: Sequence[MembershipAttack],
-    results: Sequence[GameResult],
-    config: GameConfig,
-    games: int,
-) -> list[GameResult]:
-    """The same games, decided by thresholds fitted on as many games of the server's public text."""
-    public_config = replace(config, games=games, seed=config.seed + 5_000_000, targets_per_batch=4)
-    public_results = play(at.anatomy, list(attacks), at.public_pool, public_config)
-    return [
-        replace(r, attack="Attn, as published, Youden's threshold", guesses=r.scores > youden(p))
-        for r, p in zip(results, public_results, strict=True)
-    ]
 
 
 def _seed(text: str) -> int:
@@ -257,14 +227,6 @@ def published_attention(
     paper = AttentionSettings(beta="authors", whiten=False, score="coordinates")
     options = {"tokens": args.tokens, "batch": args.batch, **settings}
     return AttentionMembership(layer, public, attention=paper, **options)
-
-
-def youden(games: GameResult) -> float:
-    """The score above which hits less false alarms are most frequent (Youden's J)."""
-    cuts = games.scores.unique()
-    above = (games.scores[:, None] > cuts).double()
-    gaps = above[games.bits].mean(0) - above[~games.bits].mean(0)
-    return float(cuts[gaps.argmax()])
 
 
 @functools.lru_cache(maxsize=2)
@@ -446,8 +408,7 @@ def played_in(table: str, label: str, protocol: str) -> bool:
 
 CRAFTED = ("FC-Full", "Attn", "FC-Token")
 TABLE2 = ("FC-Full", "AMI FC Full", "Attn", "Attn, as published",
-          "Attn, as published, Youden's threshold", "Attn, the lemma's gamma", "FC-Token",
-          "AMI FC Token")  # fmt: skip
+          "Attn, the lemma's gamma", "FC-Token", "AMI FC Token")  # fmt: skip
 
 
 def show_table2(results: Results, size: Size) -> Shown:

@@ -30,7 +30,6 @@ from lightning_fedleak.extras import require_package
 
 with require_package("papers", "the reference implementations need two packages"):
     from multi_freq_ldpy.long_freq_est.dBitFlipPM import dBitFlipPM_Client
-    from multi_freq_ldpy.long_freq_est.L_SUE import L_SUE_Client
     from multi_freq_ldpy.pure_frequency_oracles.GRR import GRR_Client
     from multi_freq_ldpy.pure_frequency_oracles.HE import HE_Client
     from multi_freq_ldpy.pure_frequency_oracles.UE import UE_Client
@@ -97,7 +96,7 @@ def fit_count(weights: Sequence[float], counts: Sequence[float]) -> LinearRegres
 
 CLIENTS: dict[str, Any] = {
     "grr": GRR_Client.py_func, "rappor": UE_Client.py_func, "the": HE_Client.py_func,
-    "dbitflip": dBitFlipPM_Client.py_func, "longitudinal": L_SUE_Client.py_func,
+    "dbitflip": dBitFlipPM_Client.py_func,
 }  # fmt: skip
 """Clients of multi-freq-ldpy, not compiled."""
 

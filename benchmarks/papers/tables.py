@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.cells import Cell, Row
+from benchmarks.shared import mean_and_half
 
 NOT_RUN = "not run"
 HERE = Path(__file__).parent
@@ -118,9 +119,6 @@ class Paper:
     sizes: Mapping[str, Any]
     measures: Mapping[str, Callable[..., list[Row]]]
 
-    def table(self, name: str) -> Table:
-        return next(table for table in self.tables if table.name == name)
-
 
 def number(value: float, digits: int = 3) -> str:
     """Return a value as the docs print rates, with the zero before the point."""
@@ -162,13 +160,8 @@ def mean_of(groups: Sequence[Sequence[Mean]]) -> Mean:
 
 def student(values: Sequence[float]) -> Mean:
     """The mean over batches with Student's t interval; of one batch without one."""
-    from scipy import stats
-
-    n, value = len(values), statistics.fmean(values)
-    if n < 2:
-        return Mean(value, math.nan, math.nan)
-    half = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(values) / math.sqrt(n)
-    return Mean(value, value - half, value + half)
+    mean, half = mean_and_half(values)
+    return Mean(mean, mean - half, mean + half)
 
 
 def pm(values: Sequence[float], digits: int = 3, none: str = NOT_RUN) -> str:

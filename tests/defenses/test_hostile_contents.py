@@ -56,38 +56,24 @@ def first_is(value: float) -> Callable[[Tensor], Tensor]:
 
 CONTENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "NaN": numbers(NAN),
-    "one NaN": first_is(NAN),
     "inf": numbers(INF),
     "one inf": first_is(INF),
-    "-inf": numbers(-INF),
-    "one -inf": first_is(-INF),
     "inf and -inf": numbers(INF, -INF),
-    "NaN and inf": numbers(NAN, INF, 1.0),
     "1e38": numbers(1e38),
-    "one 1e38": first_is(1e38),
     "the largest": numbers(3.4e38, -3.4e38),
     "a norm that just fits": numbers(5e18),
     "a norm that overflows": numbers(1e19, -1e19),
-    "1e10": numbers(1e10),
-    "1e-20": numbers(1e-20),
-    "1e-45": numbers(1e-45, -1e-45),
     "one 1e-45": numbers(1e-45, 0.0, 0.0),
     "zeros": numbers(0.0),
-    "-0": numbers(-0.0),
-    "ones": numbers(1.0),
     "far from the others": lambda row: -1e3 * row,
 }
 
 IDS: dict[str, Callable[[Tensor], Tensor]] = {
     "the first past the vocabulary": lambda row: row * 0 + VOCAB,
-    "one past the vocabulary": lambda row: torch.cat([row[:1] * 0 + VOCAB + 3, row[1:]]),
     "negative": lambda row: row * 0 - 1,
     "that of no label": lambda row: row * 0 - 100,
     "the largest integers": lambda row: row * 0 + torch.iinfo(torch.int64).max,
     "the smallest integers": lambda row: row * 0 + torch.iinfo(torch.int64).min,
-    "one word": lambda row: row * 0 + 5,
-    "backwards": lambda row: row.flip(0),
-    "the last word": lambda row: row * 0 + VOCAB - 1,
     "padding": lambda row: row * 0,
 }
 
@@ -227,7 +213,7 @@ def test_an_example_of_a_batch(content: str, form: Any, looking: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eager", "grouped_mm"])
-@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("content", ["NaN", "inf", "1e38", "a norm that overflows", "zeros"])
 def test_an_example_that_meets_experts(content: str, kind: str, looking: Any) -> None:
     """Its numbers choose experts, and may be NaN where they do."""
     check_example_of_a_batch(looking, content, (5, 3, WIDTH), root=ExpertBlock(kind))
@@ -344,7 +330,7 @@ def test_an_id_outside_of_the_vocabulary_is_randomised_as_one_inside() -> None:
 # ---- where states are computed again -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", [c for c in CONTENTS if "inf" in c or "largest" in c])
+@pytest.mark.parametrize("content", ["inf", "inf and -inf", "the largest"])
 def test_states_that_backward_computes_again_are_recognised(content: str, looking: Any) -> None:
     """Two forwards of a step, either with its own noise also the second time."""
     rows = torch.randn(2, 3, 2, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -415,7 +401,7 @@ def fitted(module: pl.LightningModule, defense: Defense, *data: Tensor) -> tuple
 
 
 @pytest.mark.parametrize("make", [partial(GradientNoise, CLIP, 1.0), partial(DPSGD, CLIP, 1.0)])
-@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("content", ["NaN", "inf and -inf", "1e38", "zeros"])
 def test_a_fit_on_numbers(content: str, make: Callable[[], Defense], looking: Any) -> None:
     rows = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1))
 
@@ -429,7 +415,7 @@ def test_a_fit_on_numbers(content: str, make: Callable[[], Defense], looking: An
     assert second[2]
 
 
-@pytest.mark.parametrize("content", ["NaN", "inf", "-inf", "1e38", "1e-45", "zeros"])
+@pytest.mark.parametrize("content", ["NaN", "inf", "1e38", "zeros"])
 def test_a_fit_on_texts_whose_states_leave(content: str, looking: Any) -> None:
     """One text holds the word whose vector is hostile."""
     ids = torch.randint(5, 40, (8, 6), generator=torch.Generator().manual_seed(1))

@@ -245,16 +245,6 @@ def test_wrong_commands_are_reported(line, capsys):
         check_line(line)
 
 
-def test_prompts_choices_and_comments():
-    assert lines_of("# a\nfedleak x \\\n    --y\n\n") == ["fedleak x  --y"]
-    assert lines_of("$ make a\nits output\n$ make b\n") == ["make a", "make b"]
-    assert variants("A=1 .venv/bin/fedleak x <a b> [--c | --d 1]  # e") == [
-        ["fedleak", "x", "placeholder"],
-        ["fedleak", "x", "placeholder", "--c"],
-        ["fedleak", "x", "placeholder", "--d", "1"],
-    ]
-
-
 def test_two_commands_of_the_readme_set_up_a_fresh_machine() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     section = readme.partition("## Install and try")[2].partition("\n## ")[0]

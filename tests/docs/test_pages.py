@@ -13,19 +13,13 @@ from markdown_it import MarkdownIt
 
 import lightning_fedleak
 from lightning_fedleak.extras import homes_of
-from tests.docs.blocks import ROOT, Block, blocks_of, inline_code, pages, tokens_of
+from tests.docs.blocks import ROOT, blocks_of, inline_code, pages, tokens_of
 
 RUN = {"python", "commands", "bash", "yaml", "toml"}
 NOT_RUN = {"text"}  # diagrams, and the output of commands
 # The most blocks that may be skipped: those of Flower, NVFlare, bitsandbytes and TRL, which are
 # installed in other environments.
 MAX_SKIPS = 12
-
-
-def read(tmp_path, text):
-    path = tmp_path / "page.md"
-    path.write_text(text)
-    return list(blocks_of(path))
 
 
 def test_every_block_has_a_language_that_tests_know():
@@ -36,39 +30,6 @@ def test_every_block_has_a_language_that_tests_know():
 
 def test_pages_skip_at_most_12_blocks():
     assert len([b for path in pages() for b in blocks_of(path) if b.skip]) <= MAX_SKIPS
-
-
-def test_blocks_of_yields_language_text_setup_and_skip(tmp_path):
-    blocks = read(
-        tmp_path,
-        "Text\n\n<!-- test: setup=own -->\n```python\nx\n```\n\n    make y\n\n"
-        "- in a list:\n\n  <!-- test: skip (no (such) thing) -->\n  ```text\n  z\n  ```\n",
-    )
-    assert blocks == [
-        Block("page.md:5", "python", "x\n", setup="own"),
-        Block("page.md:8", "commands", "make y\n"),
-        Block("page.md:14", "text", "z\n", skip="no (such) thing"),
-    ]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param("<!-- test: skip -->\n```\nx\n```\n", id="skip without a reason"),
-        pytest.param("<!-- test: setup=a b -->\n```\nx\n```\n", id="setup of two words"),
-        pytest.param("<!-- test: setup=a -->\n\nText\n\n```\nx\n```\n", id="text before block"),
-        pytest.param("<!-- test: setup=a -->\n", id="no block"),
-    ],
-)
-def test_blocks_of_raises_for_invalid_test_comment(tmp_path, text):
-    with pytest.raises(ValueError, match="test:"):
-        read(tmp_path, text)
-
-
-def test_inline_code_yields_code_of_text_and_tables(tmp_path):
-    path = tmp_path / "page.md"
-    path.write_text("# `a`\n\nText `b c` and\n[`d`](x.md).\n\n| `e` |\n|---|\n| `f` |\n")
-    assert list(inline_code(path)) == ["a", "b c", "d", "e", "f"]
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -117,16 +78,6 @@ def test_links_lead_somewhere(path):
         assert target.exists(), f"{path.name}: {link}"
         if anchor:
             assert anchor in anchors_of(target), f"{path.name}: {link}"
-
-
-def test_links_and_anchors_are_read(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# What's `x` (Fig. 1)?\n\n[a](b.md#c) ![d](e.png) [out](https://h/x) [here](#y)\n\n"
-        "```\n[no](no.md)\n```\n"
-    )
-    assert links_of(page) == ["b.md#c", "e.png", "#y"]
-    assert anchors_of(page) == {"whats-x-fig-1"}
 
 
 ENGINES = ("lightning_fedleak.federation.flower", "lightning_fedleak.federation.nvflare")
@@ -187,8 +138,3 @@ def test_sentences_are_short(path: Path) -> None:
     found = sorted(sentences(path.read_text(encoding="utf-8")), key=words)
     mean = sum(map(words, found)) / max(1, len(found))
     assert mean <= MOST, f"{mean:.1f} words a sentence; the longest: {found[-3:]}"
-
-
-def test_code_is_one_word_and_tables_code_and_headings_are_left_out() -> None:
-    text = "# No\n\nSee Fig. 1\nof `a.b c`. (It is.) So\n\n```\nno\n```\n\n- a b\n\n| no |\n|---|\n"
-    assert [words(s) for s in sentences(text)] == [5, 2, 1, 2]

@@ -139,14 +139,16 @@ def stopped_by_an_unknown_and_gone_on(loop: Loop) -> None:
             loop.step()
 
 
-@pytest.mark.parametrize("settings", [{"every_n_steps": 2}, {}], ids=str)
 @pytest.mark.parametrize(
-    "run",
+    ("run", "settings"),
     [
-        *(whole, accumulated, skipping, failing_looks, failing, retrying, stopped),
-        stopped_by_an_unknown_and_gone_on,
+        (whole, {}),
+        *(
+            (run, {"every_n_steps": 2})
+            for run in (whole, accumulated, skipping, failing_looks, failing, retrying, stopped)
+        ),
+        (stopped_by_an_unknown_and_gone_on, {"every_n_steps": 2}),
     ],
-    ids=lambda f: f.__name__,
 )
 def test_an_honest_loop(tmp_path: Path, run: Any, settings: dict[str, Any]) -> None:
     gates = [Threshold("leakage/worst/words", at_most=0.5)]
@@ -157,9 +159,8 @@ def test_an_honest_loop(tmp_path: Path, run: Any, settings: dict[str, Any]) -> N
     assert "looks at the planned steps" in check.checked
 
 
-@pytest.mark.parametrize("steps", [4, 12])
-def test_a_next_look_beyond_the_end_is_no_missing_one(tmp_path: Path, steps: int) -> None:
-    loop = Loop(tmp_path, max_overhead=1e-4)
+def test_a_next_look_beyond_the_end_is_no_missing_one(tmp_path: Path) -> None:
+    loop, steps = Loop(tmp_path, max_overhead=1e-4), 4
     with loop.watch:
         for _ in loop.batches(steps):
             loop.step()
@@ -468,7 +469,7 @@ def test_no_drawn_edit_of_a_run_with_noted_hashes_holds(tmp_path, kind, monkeypa
     assert status == (OPEN if kind is killed else HOLDS)
     originals = {name: (folder / name).read_bytes() for name in (RECORD, RESULTS)}
     draw = random.Random(kind.__name__)
-    for number in range(210):
+    for number in range(10 * len(EDITS)):
         if number == 2 * len(EDITS):
             monkeypatch.setattr(verification, "_check_report", lambda *_: None)
         name, edit = draw.choice([RECORD, RESULTS]), EDITS[number % len(EDITS)]

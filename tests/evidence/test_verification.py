@@ -446,17 +446,25 @@ def test_a_run_killed_before_its_gate_was_asked_is_open(tmp_path: Path) -> None:
     assert verify_run(tmp_path).status == OPEN
 
 
-def reported(folder: Path) -> Path:
-    """Return the folder of a watched run with its report."""
+@pytest.fixture(scope="module")
+def watched_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("watched")
     watched(folder)
+    return folder
+
+
+@pytest.fixture
+def reported(watched_once: Path, tmp_path: Path) -> Path:
+    """Return the folder of a watched run with its report."""
+    folder = shutil.copytree(watched_once, tmp_path / "run")
     [logs] = {path.parent for path in folder.rglob(RESULTS)}
     write([logs])
     return logs
 
 
-def test_a_report_elsewhere_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_elsewhere_says_the_same(reported, tmp_path: Path, monkeypatch) -> None:
     """Another path to the folder gives the same, and so does a copy under another name."""
-    folder = reported(tmp_path / "run")
+    folder = reported
     monkeypatch.chdir(folder.parent)
     assert verify_run(Path(folder.name)).status == HOLDS
     shutil.copytree(folder, tmp_path / "a copy")
@@ -481,8 +489,8 @@ def test_a_report_elsewhere_says_the_same(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("old", "new"), [("1.00", "0.52"), ("</main>", "<p>All is well.</p></main>"), ("UTC", "CET")]
 )
-def test_an_edited_page_is_a_contradiction(tmp_path: Path, old: str, new: str) -> None:
-    path = reported(tmp_path / "run") / "report.html"
+def test_an_edited_page_is_a_contradiction(reported: Path, old: str, new: str) -> None:
+    path = reported / "report.html"
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
@@ -491,16 +499,16 @@ def test_an_edited_page_is_a_contradiction(tmp_path: Path, old: str, new: str) -
 
 
 @pytest.mark.parametrize("key", ["problems", "people", "made"])
-def test_what_a_report_adds_to_the_logs_must_fit_its_page(tmp_path: Path, key: str) -> None:
-    path = reported(tmp_path / "run") / "report.json"
+def test_what_a_report_adds_to_the_logs_must_fit_its_page(reported: Path, key: str) -> None:
+    path = reported / "report.json"
     report = json.loads(path.read_text())
     for odd in ("2026-01-01", ["a problem that no log has"], {"release": {"form": "safe"}}, 7):
         path.write_text(json.dumps(report | {key: odd}))
         assert verify_run(path.parent).status == CONTRADICTED
 
 
-def test_a_page_that_cannot_be_compared_is_open(tmp_path: Path) -> None:
-    folder = reported(tmp_path / "run")
+def test_a_page_that_cannot_be_compared_is_open(reported: Path, tmp_path: Path) -> None:
+    folder = reported
     (tmp_path / "words.txt").write_text("private")
     (tmp_path / "link.txt").symlink_to("words.txt")  # the reader's own: it may be a link
     write([folder], reveal=[tmp_path / "link.txt"])
@@ -569,6 +577,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("runs") / "first")
 
 
+@pytest.fixture(scope="module")
+def repeated(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("runs") / "again", run)
+
+
 def repetition_change(folder: Path, name: str, number: int, edit: Any) -> None:
     """Edit one line of a log as who knows the chain does, and close the run again."""
     logs = {file: [json.loads(line) for line in lines_of(folder / file)] for file in FILES}
@@ -590,14 +603,14 @@ def compared(folder: Path, again: Path) -> str:
     return next(one for one in check.checked if one.startswith("repetition"))
 
 
-def test_the_same_training_again_holds(run: Path, tmp_path: Path) -> None:
+def test_the_same_training_again_holds(run: Path, repeated: Path) -> None:
     results, record = read_lines(run, RESULTS), read_lines(run, RECORD)
     values = sum(len(line["metrics"]) for line in results)
     losses = sum(len(line.get("utility") or {}) for line in record)
     assert losses >= len(results) - 1 > 0
     tensors, total = len(record[-1]["weights"]), values + losses
     text = f"repetition: {tensors} hashes of weights, {total} values of losses and leakage"
-    assert compared(run, train(tmp_path / "again", run)) == text
+    assert compared(run, repeated) == text
 
 
 def test_looks_at_other_steps_leave_weights_and_losses(run: Path, tmp_path: Path) -> None:
@@ -619,24 +632,26 @@ def test_another_training_is_a_contradiction(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics", "utility"])
-def test_what_one_log_alone_has_is_open(tmp_path: Path, name: str) -> None:
+def test_what_one_log_alone_has_is_open(run, repeated, tmp_path: Path, name: str) -> None:
     """An invented name does not end the comparison of the others."""
-    first = train(tmp_path / "first")
+    first = shutil.copytree(run, tmp_path / "first")
     file = RESULTS if name == "metrics" else RECORD
     number = next(
         n for n, one in enumerate(read_lines(first, file)) if one.get(name) and "step" in one
     )
     value = {"value": 0.0, "low": None, "high": None} if name == "metrics" else 0.0
     repetition_change(first, file, number, lambda line: line[name].update(invented_loss=value))
-    verdict = verify_run(first, repetition=train(tmp_path / "again", first))
+    verdict = verify_run(first, repetition=repeated)
     assert verdict.status == OPEN
     assert "only one run logged" in verdict.open[0]
     assert "invented_loss; " in verdict.open[0]
 
 
 @pytest.mark.parametrize(("seconds", "is_timed"), [(None, False), (5.0, True)])
-def test_results_are_not_compared_if_a_budget_of_seconds_is_set(run, tmp_path, seconds, is_timed):
-    first, again = shutil.copytree(run, tmp_path / "first"), train(tmp_path / "again", run)
+def test_results_are_not_compared_if_a_budget_of_seconds_is_set(
+    run, repeated, tmp_path, seconds, is_timed
+):
+    first, again = (shutil.copytree(one, tmp_path / one.name) for one in (run, repeated))
     for folder in (first, again):
         repetition_change(
             folder, RECORD, 0, lambda line: line["attacks"][0].update(config={"s_seconds": seconds})
@@ -649,8 +664,8 @@ def test_results_are_not_compared_if_a_budget_of_seconds_is_set(run, tmp_path, s
     assert any("because of a budget of seconds" in note for note in notes) == is_timed
 
 
-def test_other_settings_of_attacks_leave_their_results(run: Path, tmp_path: Path) -> None:
-    again = train(tmp_path / "again", run)
+def test_other_settings_of_attacks_leave_their_results(run, repeated, tmp_path: Path) -> None:
+    again = shutil.copytree(repeated, tmp_path / "again")
     repetition_change(again, RECORD, 0, lambda line: line["attacks"][0].update(config={"other": 1}))
     check = verify_run(run, repetition=again)
     assert check.status == HOLDS
@@ -664,12 +679,15 @@ def test_other_settings_of_attacks_leave_their_results(run: Path, tmp_path: Path
         (RECORD, lambda line: line["utility"].update(train_loss=0.1), "train_loss is not what"),
     ],
 )
-def test_an_invented_number_is_found_although_all_hashes_fit(tmp_path, file, edit, named) -> None:
-    first, field = train(tmp_path / "first"), "metrics" if file == RESULTS else "utility"
+def test_an_invented_number_is_found_although_all_hashes_fit(
+    run, repeated, tmp_path, file, edit, named
+) -> None:
+    first = shutil.copytree(run, tmp_path / "first")
+    field = "metrics" if file == RESULTS else "utility"
     number = next(n for n, one in enumerate(read_lines(first, file)) if one.get(field))
     repetition_change(first, file, number, edit)
     assert verify_run(first).status == HOLDS
-    check = verify_run(first, repetition=train(tmp_path / "again", first))
+    check = verify_run(first, repetition=repeated)
     assert check.status == CONTRADICTED
     [text] = check.contradictions
     assert named in text
@@ -700,16 +718,19 @@ def test_what_is_no_repetition_is_open(run, tmp_path, changes, reason) -> None:
         (True, lambda first: first.update(resumed={"run": "a"}), "from its first step"),
     ],
 )
-def test_other_orders_and_platforms_cannot_be_compared(run, tmp_path, key, edit, reason) -> None:
-    again = train(tmp_path / "again", run if key else None)
+def test_other_orders_and_platforms_cannot_be_compared(
+    run, repeated, tmp_path, key, edit, reason
+) -> None:
+    again = tmp_path / "again"
+    again = shutil.copytree(repeated, again) if key else train(again)
     repetition_change(again, RECORD, 0, edit)
     verdict = verify_run(run, repetition=again)
     assert verdict.status == OPEN
     assert reason in verdict.open[0]
 
 
-def test_a_repetition_that_was_edited_is_not_compared(run: Path, tmp_path: Path) -> None:
-    again = train(tmp_path / "again", run)
+def test_a_repetition_that_was_edited_is_not_compared(run, repeated, tmp_path: Path) -> None:
+    again = shutil.copytree(repeated, tmp_path / "again")
     lines = lines_of(again / RESULTS)
     (again / RESULTS).write_bytes(b"\n".join(lines[:1] + lines[2:]) + b"\n")
     check = verify_run(run, repetition=again)

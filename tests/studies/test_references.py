@@ -524,7 +524,7 @@ def test_gaussian_noise_has_the_relative_or_absolute_deviation() -> None:
     torch.testing.assert_close(again, 2 * absolute)
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2, 3])
+@pytest.mark.parametrize("layer", [0, 2, 3])
 def test_noise_on_states_is_added_at_the_split(layer: int) -> None:
     model = tiny_gpt2(layers=3).double().eval()
     anatomy = find_anatomy(model)

@@ -112,7 +112,8 @@ def in_lightning(folder, model, defenses, lr, **settings) -> Trace:
     )
     batch = settings.get("per_device_train_batch_size", BATCH)
     with drawing(trace):
-        run.fit(CausalLMModule(model, lr=lr), DataLoader(rows(), batch_size=batch))
+        data = settings.get("train_dataset", rows())
+        run.fit(CausalLMModule(model, lr=lr), DataLoader(data, batch_size=batch))
     trace.steps = run.global_step
     return trace
 
@@ -193,7 +194,7 @@ def in_a_loop(folder, model, defenses, lr, **settings) -> Trace:
         return loss
 
     private = DefendedLoop(
-        model, optimizer, DataLoader(rows(), batch_size=batch), defenses,
+        model, optimizer, DataLoader(settings.get("train_dataset", rows()), batch), defenses,
         epochs=epochs, steps=steps, precision="bf16-mixed" if bf16 else None,
     )  # fmt: skip
     with drawing(trace), private:

@@ -39,6 +39,11 @@ def bert(**more: object) -> nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
+def classifier(**more: object) -> nn.Module:
+    config = transformers.BertConfig(**SIZES, max_position_embeddings=LENGTH, **more)
+    return transformers.BertForSequenceClassification(config)
+
+
 def roberta() -> nn.Module:
     config = transformers.RobertaConfig(**SIZES, max_position_embeddings=LENGTH + 2)
     return transformers.RobertaForMaskedLM(config)

@@ -127,22 +127,19 @@ def test_at_full_rank_it_is_the_span_test(types: int, seed: int) -> None:
 @pytest.mark.parametrize("rank", [4, 12, 40])
 def test_a_set_that_lacks_a_type_is_not_certified(rank: int) -> None:
     """The token that is missing has another atom, as in a dictionary that is stale."""
-    wrong = 0
-    for seed in range(10):
-        rows = dictionary(seed % 5)
+    for seed in range(4):
+        rows = dictionary(seed)
         gradient, truth = planted(rows, 12, rank, seed)
         lacking = rows.clone()
-        lacking[truth[0]] = dictionary(seed % 5 + 5)[0]
-        wrong += solve(lacking, gradient).silent is not None
-    assert wrong == 0
+        lacking[truth[0]] = dictionary(seed + 5)[0]
+        assert solve(lacking, gradient).silent is None
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-12, 1e-8])
-@pytest.mark.parametrize("rank", [4, 12, 40])
+@pytest.mark.parametrize(("rank", "size"), [(4, 0.0), (12, 1e-12), (40, 1e-8)])
 def test_a_token_that_leaves_no_trace_ends_a_certificate(rank: int, size: float) -> None:
     """Whether it was there or not, the shared rows are the same up to rounding."""
-    for seed in range(4):
-        rows = dictionary(seed % 5)
+    for seed in range(2):
+        rows = dictionary(seed)
         rows[7] *= size
         gradient, truth = planted(rows, 8, rank, seed)
         result = solve(rows, gradient)
@@ -153,8 +150,8 @@ def test_a_token_that_leaves_no_trace_ends_a_certificate(rank: int, size: float)
 
 @pytest.mark.parametrize("factor", [1.0, -0.5, 3.0])
 def test_a_multiple_of_a_types_input_ends_a_certificate_and_one_of_others_does_not(factor) -> None:
-    for seed in range(4):
-        rows = dictionary(seed % 5)
+    for seed in range(2):
+        rows = dictionary(seed)
         truth = planted(rows, 8, 12, seed)[1].tolist()
         absent = [i for i in range(V) if i not in truth]
         rows[absent[0]] = factor * rows[absent[1]]
@@ -166,8 +163,8 @@ def test_a_multiple_of_a_types_input_ends_a_certificate_and_one_of_others_does_n
 
 
 def test_more_types_than_can_be_distinguished_are_not_certified() -> None:
-    for seed in range(4):
-        rows = dictionary(seed % 5)
+    for seed in range(2):
+        rows = dictionary(seed)
         gradient, truth = planted(rows, 55, 4, seed)
         result = solve(rows, gradient)
         assert not result.certified
@@ -184,17 +181,6 @@ def test_equal_atoms_are_one_type() -> None:
     assert set(result.types.tolist()) - twins == set(truth.tolist()) - twins
     assert len(set(result.types.tolist()) & twins) == 1
     assert {*result.types.tolist(), *result.silent.tolist()} == {*truth.tolist(), *twins}
-
-
-def test_nearly_equal_atoms_are_distinguished_as_far_as_rounding_lets_them() -> None:
-    """Tokens that were never trained: 200 atoms within 1e-5 of each other."""
-    rows = dictionary()
-    g = torch.Generator().manual_seed(1)
-    rows[200:] = rows[200:201] + 1e-4 * torch.randn(200, D, generator=g)
-    weights = torch.randn(12, 10, generator=g, dtype=torch.float64)
-    truth = torch.tensor([*range(8), 250, 303])
-    result = solve(rows, (weights @ rows[truth].double()).float())
-    assert set(result.types.tolist()) == set(truth.tolist())
 
 
 def test_many_tokens_that_equal_a_type_do_not_hide_the_others(monkeypatch) -> None:
@@ -216,7 +202,7 @@ def test_many_tokens_that_equal_a_type_do_not_hide_the_others(monkeypatch) -> No
 
 @pytest.mark.parametrize("apart", [3e-6, 1e-4])
 def test_equals_are_exchanged_as_least_squares_for_each_place_say(apart: float) -> None:
-    for seed in range(4):
+    for seed in range(2):
         g = torch.Generator().manual_seed(seed)
         rows = dictionary(seed)
         rows[:40] = rows[torch.arange(40) % 4] * (1 + apart * torch.randn(40, D, generator=g))
@@ -266,7 +252,7 @@ def nearly_twins(apart, rank, seed, *, both) -> tuple[PursuitResult, set[int]]:
 @pytest.mark.parametrize("apart", [3e-6, 1e-5, 3e-5])
 def test_no_certificate_stands_in_types_for_one_that_nearly_equals_another(apart, rank) -> None:
     """Unlike types may explain what one of two nearly equal ones explains beside the other."""
-    for seed in range(5):
+    for seed in range(3):
         result, truth = nearly_twins(apart, rank, seed, both=True)
         assert not result.certified or set(result.types.tolist()) <= truth
         result, truth = nearly_twins(apart, rank, seed, both=False)
@@ -293,9 +279,9 @@ def test_noise_leaves_the_loudest_types_and_no_certificate(level: float) -> None
 
 @pytest.mark.parametrize("level", [1e-5, 1e-3, 1e-1])
 def test_undeclared_noise_is_not_certified(level: float) -> None:
-    for seed in range(6):
-        rows = dictionary(seed % 5)
-        gradient, _ = planted(rows, 8 + seed % 12, 12, seed)
+    for seed in range(3):
+        rows = dictionary(seed)
+        gradient, _ = planted(rows, 8 + 4 * seed, 12, seed)
         g = torch.Generator().manual_seed(seed)
         noise = level * float(gradient.square().mean().sqrt())
         noisy = gradient + noise * torch.randn(gradient.shape, generator=g)
@@ -344,8 +330,7 @@ def test_where_positions_fill_all_directions_nothing_is_distinguished() -> None:
     assert measure_capacity(atoms, 4, sets=1)[0] == 0
 
 
-@pytest.mark.parametrize("types", [6, 20])
-@pytest.mark.parametrize("units", [5.0, 12.0, 36.0])
+@pytest.mark.parametrize(("types", "units"), [(6, 36.0), (20, 5.0)])
 def test_what_the_right_types_leave_above_the_noise_is_not_certified(types, units) -> None:
     """A certificate is for rows that are explained to the rounding, not to 40 times of it."""
     rows = dictionary()
@@ -568,7 +553,7 @@ def misfit(rows: Tensor, atoms: Tensor) -> float:
 @pytest.mark.parametrize("types", [1, 4, 9])
 def test_the_planted_types_are_found_and_each_is_needed(types: int, share: float) -> None:
     atoms = dictionary()
-    for seed in range(5):
+    for seed in range(2):
         gradient, truth = planted(atoms, types, 40, seed)
         rows = select_densest(sparse(gradient, share))
         result = explain_sparse(rows, atoms, NOTHING, ODDS)
@@ -817,7 +802,7 @@ def f1(types: Tensor, truth: Tensor) -> float:
     return 2 * right / (len(types) + len(truth))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_entries_that_are_hardly_known_are_filled_in(seed: int) -> None:
     atoms, truth, rows, generator = uneven_planted(12, 22, seed)
     size = rows.abs()
@@ -865,15 +850,6 @@ def test_the_matrix_is_the_inverse_root_of_the_covariance_plus_ridge(d, ridge, s
     wanted = (vectors / np.sqrt(values + ridge * median)) @ vectors.T
     matrix = fit_whitening(x, ridge).matrix.numpy()
     np.testing.assert_allclose(matrix, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
-
-
-def test_a_massive_direction_does_not_drown_the_others():
-    """One variance a billion times the others, as of the first token in some causal models."""
-    g = generator(3)
-    x = torch.randn(400, 6, generator=g, dtype=torch.float64)
-    x[:, 0] *= 3e4
-    variances = fit_whitening(x)(x).var(0)
-    assert bool(((variances > 0.8) & (variances < 1.01)).all())
 
 
 @pytest.mark.parametrize(

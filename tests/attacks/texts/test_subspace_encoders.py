@@ -21,15 +21,10 @@ from lightning_fedleak.attacks.texts.subspace_rows import shared_rows
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.snapshots import GradientSnapshot, NotYet, Observation
 from tests.attacks.row_space import models
+from tests.attacks.row_space.models import classifier
 from tests.attacks.texts.test_subspace_texts import answer, certified, prepared, read, shared
 
 RANKS = [None, 12]
-
-
-def classifier() -> nn.Module:
-    return transformers.BertForSequenceClassification(
-        transformers.BertConfig(**models.SIZES, max_position_embeddings=models.LENGTH)
-    )
 
 
 def made(family: Callable[[], nn.Module], rank: int | None) -> nn.Module:
@@ -47,13 +42,12 @@ def made(family: Callable[[], nn.Module], rank: int | None) -> nn.Module:
 def test_one_text_is_given_away_whole(family: Any, rank: int | None) -> None:
     model = made(family, rank)
     attack, anatomy = prepared(model)
-    for _ in range(2):
-        ids = models.texts(1, 12)
-        models.backward(model, ids)
-        guess = attack.run(shared(anatomy, attack))
-        assert answer(guess) == ids.tolist(), "the last token too: all places are attended to"
-        assert guess.certified
-        assert guess.finished
+    ids = models.texts(1, 12)
+    models.backward(model, ids)
+    guess = attack.run(shared(anatomy, attack))
+    assert answer(guess) == ids.tolist(), "the last token too: all places are attended to"
+    assert guess.certified
+    assert guess.finished
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -113,11 +107,10 @@ def clients(request: pytest.FixtureRequest) -> list[tuple[SubspaceTexts, Gradien
     [
         (noised(1e-3), True),
         (noised(1e-3), False),
-        (noised(1e-1), False),
         (bfloat16, False),
         (lambda g: bfloat16(g).float(), False),
     ],
-    ids=["noise", "small noise, not declared", "noise, not declared", "bf16", "bf16 as fp32"],
+    ids=["noise", "noise, not declared", "bf16", "bf16 as fp32"],
 )
 def test_noise_and_rounding_take_the_certificate(clients, change, declared) -> None:
     for attack, snapshot in clients:

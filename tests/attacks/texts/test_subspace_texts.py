@@ -27,7 +27,6 @@ from tests.attacks.row_space.models import (
     gpt2,
     llama,
     neox,
-    opt,
     ready,
     texts,
     with_lora,
@@ -82,7 +81,7 @@ def check_read(model: nn.Module, ids: Tensor, mask: Tensor | None = None, **more
 
 @pytest.mark.parametrize(
     ("family", "rows", "length"),
-    [(llama, 1, 9), *((family, 8, 6) for family in (llama, gpt2, opt, gemma, neox))],
+    [(llama, 1, 9), *((family, 8, 6) for family in (llama, gpt2, gemma, neox))],
 )
 def test_whole_projections_give_every_text_away(family: Any, rows: int, length: int) -> None:
     check_read(ready(family()), texts(rows, length))
@@ -203,8 +202,7 @@ def certified(say: Callable[[], TextGuess]) -> bool:
         return False
 
 
-@pytest.mark.parametrize("declared", [True, False])
-@pytest.mark.parametrize("noise", [1e-4, 1e-2])
+@pytest.mark.parametrize(("noise", "declared"), [(1e-4, False), (1e-2, True)])
 def test_noise_takes_the_certificate(noise: float, declared: bool) -> None:
     model, ids = ready(llama()), texts(2, 9)
     assert not certified(lambda: read(model, ids, noise, declared=declared))
@@ -223,12 +221,9 @@ def test_half_precision_takes_the_certificate(declared: bool) -> None:
     assert not certified(lambda: attack.run(rough))
 
 
-@pytest.mark.parametrize("of", ["embeddings and blocks", "attention", "adapters"])
-def test_dropout_takes_the_certificate(of: str) -> None:
-    if of == "adapters":
-        model = with_lora(ready(llama()), 8, QKV, lora_dropout=0.2)
-    else:
-        model = ready(gpt2() if of.startswith("emb") else llama(attention_dropout=0.1))
+@pytest.mark.parametrize("adapters", [True, False])
+def test_dropout_takes_the_certificate(adapters: bool) -> None:
+    model = with_lora(ready(llama()), 8, QKV, lora_dropout=0.2) if adapters else ready(gpt2())
     attack, anatomy = prepared(model, budget_seconds=1)
     model.train()
     backward(model, texts(2, 7))
@@ -291,7 +286,7 @@ def test_the_true_texts_are_certified() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_no_other_texts_are(data: st.DataObject) -> None:
     _, bag, true = searched()
     rows = [list(row) for row in true]

@@ -1,12 +1,10 @@
 """Words from the first projections' gradients, as models and PEFT really give them."""
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import transformers
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,19 +12,15 @@ from torch.nn import functional as F
 from benchmarks.attacks.setups import embedding_adapters
 from lightning_fedleak.attacks.base import RunFacts, UnusableObservation, WordGuess
 from lightning_fedleak.attacks.membership import fc
-from lightning_fedleak.attacks.public_text import PublicText, gradient_of
 from lightning_fedleak.attacks.row_space import Atoms, SharedRows, explain, explanation, linear_maps
 from lightning_fedleak.attacks.words import subspace
-from lightning_fedleak.attacks.words.aligned import AlignedFlatChat
 from lightning_fedleak.attacks.words.aligned_readout import refit_direction
 from lightning_fedleak.attacks.words.aligned_rows import RowSummary
 from lightning_fedleak.attacks.words.head_gradients import head_gradient
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
-from lightning_fedleak.cli.finetuning import CausalLMFineTuning, TextDataModule
 from lightning_fedleak.defenses.dpsgd.per_sample import full_precision
 from lightning_fedleak.evaluation.metrics import WordRecovery
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.model.batches import read_batch
 from lightning_fedleak.model.snapshots import (
     GradientSnapshot,
     Inapplicable,
@@ -37,10 +31,10 @@ from lightning_fedleak.model.snapshots import (
 )
 from tests.attacks.row_space.models import (
     FAMILIES,
-    SIZES,
     VOCABULARY,
     backward,
     bert,
+    classifier,
     exposed_types,
     gpt2,
     llama,
@@ -104,21 +98,13 @@ def test_variants_of_lora(more: dict[str, object]) -> None:
     check_exact(with_lora(ready(llama()), 6, ["q_proj", "v_proj"], **more), texts(4, 7))
 
 
-def classifier() -> nn.Module:
-    config = transformers.BertConfig(
-        **SIZES,
-        max_position_embeddings=24,
-        pad_token_id=None,  # whose row would be zero, and leave hardly a trace
-    )
-    return transformers.BertForSequenceClassification(config)
-
-
 @pytest.mark.parametrize(
     ("family", "task", "targets"),
     [
         (llama, "CAUSAL_LM", ["q_proj", "v_proj"]),
         (gpt2, "CAUSAL_LM", ["c_attn"]),
-        (classifier, "SEQ_CLS", ["query", "value"]),
+        # The row of a token of padding would be zero, and leave hardly a trace.
+        (lambda: classifier(pad_token_id=None), "SEQ_CLS", ["query", "value"]),
     ],
 )
 def test_adalora_as_peft_trains_it(family, task: str, targets: list[str]) -> None:
@@ -174,19 +160,6 @@ def test_declared_noise_that_hides_every_word_is_a_known_zero() -> None:
     noisy = {r: torch.randn_like(g) for r, g in clean.tensors.items()}
     hidden = GradientSnapshot(0, Stage.SHARED, noisy, noise_std=1.0)
     assert not len(attack.run(Observation((hidden,))).types)
-
-
-def test_the_first_step_of_lora_is_unknown_and_never_nothing() -> None:
-    model = fresh_lora()
-    attack, anatomy = prepared(model)
-    backward(model, texts(4, 6))
-    assert all(
-        not anatomy.parameter(r).grad.any()
-        for r in attack.needs(anatomy).gradients
-        if "lora_A" in r
-    )
-    with pytest.raises(UnusableObservation, match="no gradient until B"):
-        attack.run(observed(attack, anatomy))
 
 
 def test_rows_of_b_that_name_no_word_are_no_result_while_a_waits() -> None:
@@ -451,11 +424,7 @@ def test_one_step_of_adam_hides_nothing(kind: type, lora: bool) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "decay"),
-    [
-        *((kind, 0.01) for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)),
-        (torch.optim.AdamW, 0.0),
-        (torch.optim.SGD, 0.0),
-    ],
+    [(torch.optim.Adam, 0.01), (torch.optim.AdamW, 0.01), (torch.optim.SGD, 0.0)],
 )
 def test_the_first_round_of_lora_is_unknown_and_never_nothing(kind: type, decay: float) -> None:
     """Decay alone moves A then."""
@@ -664,7 +633,7 @@ def test_the_dictionary_of_b_is_the_input_that_the_model_gives_b(family, targets
 @pytest.mark.parametrize("p", [0.05, 0.1])
 def test_dropout_hides_no_words_within_the_rank(p: float) -> None:
     scores = []
-    for seed in range(6):
+    for seed in range(3):
         torch.manual_seed(seed)
         model = with_lora(ready(llama()), 16, MAPS, lora_dropout=p).train()
         attack, anatomy = prepared(model)
@@ -685,22 +654,21 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("rank", [0, 8, 16])
+@pytest.mark.parametrize("rank", [0, 8])
 @pytest.mark.parametrize("change", CHANGES)
 def test_small_changes_hide_no_words(change: str, rank: int) -> None:
-    for seed in range(3):
-        torch.manual_seed(seed)
-        model = with_lora(ready(llama()), rank, MAPS) if rank else ready(llama())
-        attack, anatomy = prepared(model)
-        ids = texts(2, 8)
-        backward(model, ids)
-        guess = attack.run(observed(attack, anatomy, CHANGES[change]))
-        assert f1(guess, ids) >= 0.9
-        if "columns" not in change:  # whose rows still are combinations of the inputs
-            assert not guess.certified
+    torch.manual_seed(1)
+    model = with_lora(ready(llama()), rank, MAPS) if rank else ready(llama())
+    attack, anatomy = prepared(model)
+    ids = texts(2, 8)
+    backward(model, ids)
+    guess = attack.run(observed(attack, anatomy, CHANGES[change]))
+    assert f1(guess, ids) >= 0.9
+    if "columns" not in change:  # whose rows still are combinations of the inputs
+        assert not guess.certified
 
 
-@pytest.mark.parametrize("rank", [0, 8, 16])
+@pytest.mark.parametrize("rank", [0, 8])
 def test_rows_of_no_words_name_none(rank: int) -> None:
     torch.manual_seed(3)
     model = with_lora(ready(llama()), rank, MAPS) if rank else ready(llama())
@@ -764,10 +732,6 @@ def test_the_rows_above_a_gap() -> None:
 VOCAB, WIDTH, TOKENS = 1500, 24, 120
 
 
-def turning_observed(gradient):
-    return Observation((GradientSnapshot(0, Stage.SHARED, {"head.weight": gradient}),))
-
-
 @pytest.fixture
 def away():
     """(gradient, hidden, labels, u): hidden states on both sides of u, all on one of another."""
@@ -811,40 +775,3 @@ def test_rows_of_used_types_are_not_turned_to_the_positive_side(away):
     none = torch.zeros(WIDTH)
     summary = RowSummary(gradient @ u, gradient.norm(dim=1), none)
     assert refit_direction(gradient, summary, u)[1] is u
-
-
-@pytest.fixture(scope="module")
-def tuned():
-    """The embedded model, text of its own, and private batches with their gradients.
-
-    Before and after 15 steps on them.
-    """
-    module = CausalLMFineTuning(None)
-    start = find_anatomy(copy.deepcopy(module))
-    data = TextDataModule(batch_size=8, length=48)
-    data.setup()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
-    cases = []
-    for step, raw in zip(range(16), data.train_dataloader(), strict=False):
-        batch = read_batch(raw, "causal")
-        if step in (0, 15):
-            anatomy = find_anatomy(module)
-            gradient = gradient_of(anatomy, batch, ["head.weight"])["head.weight"]
-            cases.append((gradient, batch.target_ids().unique()))
-        optimizer.zero_grad()
-        module(**raw).backward()
-        optimizer.step()
-    return start, PublicText.sampled_from(start, n=64, length=48), cases
-
-
-@pytest.mark.slow
-def test_text_and_model_that_calibration_has_not_seen(tuned):
-    """Calibrated on the model's own text before training, without a start token and after it."""
-    start, public, cases = tuned
-    attack = AlignedFlatChat(public, lengths=(24, 48), calibration_tokens=1200)
-    attack.prepare(start)
-    for gradient, truth in cases:
-        types = attack.run(turning_observed(gradient)).types
-        right = torch.isin(types, truth).sum().item()
-        assert right / len(types) > 0.94
-        assert right / len(truth) > 0.85

@@ -350,7 +350,7 @@ def test_in_a_trainer_it_acts_in_inference() -> None:
 
 @pytest.mark.parametrize(
     ("checkpoints", "precision"),
-    [(None, "32-true"), (None, "bf16-mixed"), (False, "bf16-mixed"), (True, "32-true")],
+    [(None, "bf16-mixed"), (True, "32-true")],
 )
 def test_without_noise_the_run_is_the_plain_one(checkpoints, precision: str) -> None:
     """With dropout: neither the hook nor its noise touches the global generator."""
@@ -401,8 +401,7 @@ def test_a_step_that_no_hidden_states_passed_is_refused(kind) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("sigma", [0.5, 2.0, 30.0])
-@pytest.mark.parametrize("positions", [1, 64])
+@pytest.mark.parametrize(("sigma", "positions"), [(0.5, 1), (30.0, 64)])
 def test_epsilon_of_one_forward(sigma: float, positions: int) -> None:
     """Google's dp-accounting: two states in a ball of radius C are at most 2 C apart."""
     expected = dp_accounting.get_epsilon_gaussian(sigma / (2 * math.sqrt(positions)), 1e-6)
@@ -456,8 +455,7 @@ def compressed(model, defense: ActivationCompression) -> tuple[Passing, Passing]
     return local, Passing(model, defense.layer)
 
 
-@pytest.mark.parametrize("build", [tiny_gpt2, tiny_llama, tiny_t5])
-@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize(("build", "layer"), [(tiny_gpt2, 0), (tiny_llama, 2), (tiny_t5, 2)])
 def test_k_numbers_of_each_state_leave(build, layer: int) -> None:
     model = build(layers=3).train()
     local, shared = compressed(model, ActivationCompression(layer, keep_dims=K))
@@ -472,8 +470,7 @@ def test_k_numbers_of_each_state_leave(build, layer: int) -> None:
     torch.testing.assert_close(before @ span.T @ span, after, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize(("layer", "reentrant"), [(0, None), (1, False), (0, True)])
 def test_the_gradient_is_that_of_the_linear_map(layer, reentrant) -> None:
     model = tiny_gpt2(layers=2, dropout=0.0).train()
     if reentrant is not None:

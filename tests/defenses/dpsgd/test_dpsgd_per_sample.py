@@ -33,7 +33,6 @@ from tests.helpers.models import (
     own_rng,
     tiny_bert_classifier,
     tiny_bert_mlm,
-    tiny_distilbert_mlm,
     tiny_gpt2,
     tiny_llama,
 )
@@ -95,12 +94,9 @@ MODELS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "gpt2 untied": ("causal", lambda: tiny_gpt2(tied=False, dropout=0.0)),
     "gpt2 checkpointed": ("causal", checkpointed),
     "llama": ("causal", tiny_llama),
-    "llama tied": ("causal", lambda: tiny_llama(tied=True)),
     "bert mlm": ("masked", lambda: tiny_bert_mlm(dropout=0.0)),
-    "distilbert mlm": ("masked", lambda: tiny_distilbert_mlm(dropout=0.0)),
     "bert classifier": ("classifier", lambda: tiny_bert_classifier(dropout=0.0)),
     "gpt2 lora": ("causal", lambda: lora(tiny_gpt2, ["c_attn", "c_fc"])),
-    "bert lora": ("masked", lambda: lora(tiny_bert_mlm, ["query", "value"])),
     "gpt2 prompt tuning": (
         "causal",
         lambda: prompts(lambda: tiny_gpt2(dropout=0.0), "PromptTuningConfig"),

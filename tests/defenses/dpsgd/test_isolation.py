@@ -332,9 +332,7 @@ def test_random_masks_of_a_collate_function_are_planted(side: str) -> None:
 
 SCALED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "whole": lambda loss, count: loss / count,
-    "share": lambda loss, count: loss * (count.float() / 100).mean(),
     "Python": lambda loss, count: loss * (12 / count.item()),
-    "alpha": lambda loss, count: torch.add(loss, loss, alpha=1 / count.item()),
 }
 
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Subset
+from torch.utils.data import ConcatDataset, Subset
 from transformers import Trainer
 
 from lightning_fedleak.defenses import DPSGD, Defense, DefenseError, GradientNoise, Users
-from lightning_fedleak.strategies import DefendedStrategy
-from lightning_fedleak.trainers import DefendedLoop
-from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_llama
-from tests.helpers.settings import QUIET
-from tests.trainers.hosts import rows, trainer_of
+from tests.trainers.hosts import HOSTS, rows, trainer_of
 
 N = 16
 
@@ -41,43 +36,11 @@ def private() -> DPSGD:
     return DPSGD(1.0, target_epsilon=4, target_delta=1e-2)
 
 
-def in_lightning(folder: Path, dataset: Any, defense: DPSGD) -> int:
-    trainer = pl.Trainer(
-        **QUIET, max_epochs=2, devices=1, strategy=DefendedStrategy("auto", [defense])
-    )
-    trainer.fit(CausalLMModule(tiny_llama()), DataLoader(dataset, batch_size=6))
-    return trainer.global_step
-
-
-def under_the_trainer(folder: Path, dataset: Any, defense: DPSGD) -> int:
-    trainer = trainer_of(
-        folder,
-        tiny_llama(),
-        [defense],
-        train_dataset=dataset,
-        per_device_train_batch_size=6,
-        num_train_epochs=2,
-    )
-    trainer.train()
-    return int(trainer.state.global_step)
-
-
-def in_a_loop(folder: Path, dataset: Any, defense: DPSGD) -> int:
-    model = tiny_llama().train()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    loader = DataLoader(dataset, batch_size=6)
-    steps = 0
-    with DefendedLoop(model, optimizer, loader, [defense], epochs=2) as loop:
-        for _ in range(2):
-            for batch in loop:
-                loop.loss(lambda given: model(**given).loss, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                steps += 1
-    return steps
-
-
-HOSTS = [in_lightning, under_the_trainer, in_a_loop]
+def steps_of(host: str, folder: Path, dataset: Any, defense: DPSGD) -> int:
+    """Train two epochs of batches of six, and return the number of steps."""
+    settings = {"per_device_train_batch_size": 6, "num_train_epochs": 2}
+    trace = HOSTS[host](folder, tiny_llama(), [defense], 0.05, train_dataset=dataset, **settings)
+    return int(trace.steps)
 
 
 def account(defense: DPSGD) -> tuple[Any, ...]:
@@ -96,9 +59,15 @@ def silent(row: Any) -> Any:
     return row | {"labels": torch.full_like(row["input_ids"], -100)}
 
 
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("change", ["left out", "part left out", "without labels", "padding"])
-def test_one_text_changes_neither_account_nor_steps(host: Any, change: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("host", "change"),
+    [
+        *((host, change) for host in HOSTS for change in ("left out", "without labels")),
+        ("loop", "part left out"),
+        ("loop", "padding"),
+    ],
+)
+def test_one_text_changes_neither_account_nor_steps(host: str, change: str, tmp_path: Path) -> None:
     whole, other = texts(), texts()
     datasets: dict[str, Any] = {
         "left out": Left(other[1:]),
@@ -111,16 +80,15 @@ def test_one_text_changes_neither_account_nor_steps(host: Any, change: str, tmp_
     found = []
     for number, dataset in enumerate((whole, datasets[change])):
         defense = private()
-        steps = host(tmp_path / str(number), dataset, defense)
+        steps = steps_of(host, tmp_path / str(number), dataset, defense)
         found.append((steps, account(defense)))
     assert found[0] == found[1]
     assert found[0][0] == 6
 
 
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("host", "nested"), [*((h, False) for h in HOSTS), ("loop", True)])
 def test_a_subset_of_rows_that_leave_some_out_is_refused(
-    host: Any, nested: bool, tmp_path: Path
+    host: str, nested: bool, tmp_path: Path
 ) -> None:
     """Whether or not as many are there as is said: that would tell of the coins."""
     for length in (N - 1, N):
@@ -128,7 +96,7 @@ def test_a_subset_of_rows_that_leave_some_out_is_refused(
         dataset = Subset(ConcatDataset([dataset, texts()]) if nested else dataset, range(N - 2))
         defense = private()
         with pytest.raises(DefenseError, match="Take the Subset first"):
-            host(tmp_path, dataset, defense)
+            steps_of(host, tmp_path, dataset, defense)
         assert defense.releases == 0
 
 

@@ -29,7 +29,6 @@ def checkpointed() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": lambda: tiny_gpt2(dropout=0.1).train(),
-    "untied": lambda: tiny_gpt2(tied=False, dropout=0.1).train(),
     "checkpointed": checkpointed,
     "lora": lora,
     "experts": lambda: tiny_mixtral().train(),
@@ -78,8 +77,7 @@ def run(module: CausalLM, *callbacks: Callback, **settings: Any) -> tuple[DPSGD,
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"),
-    [("tied", None), ("untied", 2), ("checkpointed", 2), ("lora", None), ("experts", 2)],
+    ("name", "rows"), [("tied", None), ("checkpointed", 2), ("lora", None), ("experts", 2)]
 )
 def test_weights_and_account_are_the_same_to_the_bit(
     name: str, rows: int | None, absent: Absent

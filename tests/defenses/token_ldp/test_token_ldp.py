@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.defenses.token_ldp import decoded_epsilon
-from benchmarks.papers.reference import CLIENTS, reference_sample, seeded
+from benchmarks.papers.reference import reference_sample
 from lightning_fedleak.defenses import BatchForm, DefenseError, TokenLDP
 from lightning_fedleak.defenses.token_ldp.mechanisms import (
     Randomizer,
@@ -458,8 +458,9 @@ def test_epsilon_holds_exactly(randomizer: Randomizer, epsilon: float) -> None:
         assert worst == pytest.approx(epsilon, rel=1e-6)
 
 
-@pytest.mark.parametrize("k", [2, 3, 17, 1000, 50257])
-@pytest.mark.parametrize("epsilon", [0.1, 1.0, 5.0, 7.5, 10.0, 30.0])
+@pytest.mark.parametrize(
+    ("k", "epsilon"), [(2, 0.1), (3, 30.0), (17, 5.0), (1000, 1.0), (50257, 7.5)]
+)
 def test_the_largest_of_noised_numbers(k: int, epsilon: float) -> None:
     scale = 2 / epsilon
 
@@ -492,7 +493,7 @@ def test_closed_forms() -> None:
     assert argmax_keep(50257, 1e-9) == pytest.approx(1 / 50257, rel=1e-6)
 
 
-@pytest.mark.parametrize("epsilon", [0.5, 2.0, 5.0, 10.0, 40.0])
+@pytest.mark.parametrize("epsilon", [0.5, 5.0, 40.0])
 def test_the_threshold_is_that_of_the_aggregator(epsilon: float) -> None:
     from multi_freq_ldpy.pure_frequency_oracles.HE import find_tresh
 
@@ -513,8 +514,8 @@ def test_the_threshold_is_that_of_the_aggregator(epsilon: float) -> None:
 @pytest.mark.parametrize(
     ("mechanism", "decode", "k", "x", "bits"),
     [
-        *((*rule, k, x, None) for rule in RULES for k, x in ((2, 1), (7, 0), (7, 4), (300, 120))),
-        *(("dbitflip", None, k, x, d) for k, d, x in ((11, 4, 5), (11, 2, 0), (6, 1, 5))),
+        *((*rule, k, x, None) for rule in RULES for k, x in ((2, 1), (7, 0), (300, 120))),
+        *(("dbitflip", None, k, x, d) for k, d, x in ((11, 4, 5), (6, 1, 5))),
     ],
 )
 def test_draws_follow_the_law(
@@ -526,7 +527,7 @@ def test_draws_follow_the_law(
         assert chi_square(drawn, transition_of(randomizer, epsilon)[x]) > ALIKE
 
 
-@pytest.mark.parametrize(("mechanism", "decode"), RULES)
+@pytest.mark.parametrize(("mechanism", "decode"), [RULES[0], RULES[2], RULES[3], RULES[6]])
 def test_each_draw_has_its_own_epsilon(mechanism: str, decode: str) -> None:
     randomizer = Randomizer.with_defaults(mechanism, 9, decode)
     epsilon = torch.tensor([0.5, 8.0], dtype=torch.float64).repeat(40_000)
@@ -553,15 +554,6 @@ def test_the_reference_path_has_the_same_law(
         table = torch.stack([torch.bincount(d, minlength=k) for d in (drawn, ours)])
         table = table[:, table.sum(0) >= 10]
         assert scipy.stats.chi2_contingency(table.numpy()).pvalue > ALIKE
-
-
-def test_longitudinal_rappor_reports_once_with_the_same_law() -> None:
-    """``L_SUE_Client(2 eps, eps)``, what the published code of Vu et al. calls."""
-    longitudinal, epsilon = CLIENTS["longitudinal"], 2.0
-    randomizer = Randomizer.with_defaults("rappor", 8, "first")
-    with seeded(0):
-        drawn = [int(longitudinal(5, 8, 2 * epsilon, epsilon).argmax()) for _ in range(10_000)]
-    assert chi_square(torch.tensor(drawn), transition_of(randomizer, epsilon)[5]) > ALIKE
 
 
 # The counter of releases against a plain count of all releases of all fits.

@@ -252,10 +252,6 @@ class PartFit:
         """Return the squared norm (B, L) of each part; 0 for a token without a part."""
         return self.gram.diagonal(dim1=1, dim2=2)
 
-    def select(self, rows: slice) -> PartFit:
-        """Return the fit of some of the texts."""
-        return PartFit(self.products[rows], self.gram[rows])
-
 
 @dataclass(frozen=True)
 class WhiteParts:

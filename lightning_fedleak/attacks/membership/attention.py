@@ -202,8 +202,10 @@ class AttentionMembership(base.CalibratedMembership):
         for attention in attention_layers.attentions(x, mask, self._whiten(tokens), self.beta):
             weight = upstream[attention.sentence, attention.places].to(x)
             response = attention.project(rows)
-            gradients = attention_layers.bias_gradients(response, gammas, weight)
-            gradient[attention.sentence, attention.targets] = gradients
+            # Exactly equal for two gammas that the same tokens exceed, so that bands are exactly 0.
+            sums = torch.where(response[:, None] > gammas[:, None], weight, 0.0).sum(-1)
+            sums = sums.masked_fill(response.isnan().any(-1, keepdim=True), torch.nan)
+            gradient[attention.sentence, attention.targets] = sums
         return gradient
 
     def guess(self, gradient: Tensor, noise_std: float = 0.0) -> base.MembershipGuess:

@@ -137,25 +137,6 @@ def tokens_at(hidden: Tensor, positions: Tensor) -> Tensor:
     return hidden[torch.arange(len(hidden), device=hidden.device), positions]
 
 
-def bias_gradients(responses: Tensor, thresholds: Tensor, upstream: Tensor) -> Tensor:
-    """Return the gradient of biases ``-threshold`` before a ReLU.
-
-    It is the sum of the upstream gradients of the tokens whose response exceeds each threshold.
-
-    Args:
-        responses: (..., n) the responses of n tokens.
-        thresholds: (K,), or (..., K) for each set of responses.
-        upstream: (n,) the upstream gradients of the tokens.
-
-    Returns:
-        The gradient (..., K). It is exactly equal for two thresholds that the same tokens exceed,
-        and NaN if a response is NaN.
-    """
-    above = responses[..., None, :] > thresholds[..., None]
-    sums = torch.where(above, upstream, 0.0).sum(-1)
-    return sums.masked_fill(responses.isnan().any(-1, keepdim=True), torch.nan)
-
-
 @dataclass(frozen=True)
 class AttentionSettings:
     """Settings of the crafted layers of an :class:`AttentionMembership` and of its decision.

@@ -167,15 +167,6 @@ class SideWhitening:
     axis: int
     sizes: Tensor
 
-    @classmethod
-    def from_moments(cls, inputs: Tensor, slopes: Tensor, axis: int) -> SideWhitening:
-        """Return the whitening for the :class:`Moments` of inputs, (d, d) or (d,), and slopes."""
-        squares = [m.diagonal() if m.dim() == 2 else m for m in (slopes, inputs)]
-        sizes = torch.outer(*(square.sqrt() for square in squares)).float()
-        if axis != 1:
-            sizes = sizes.T
-        return cls(whitening_matrix(inputs), whitening_matrix(slopes), axis, sizes)
-
     def whiten(self, gradient: Tensor) -> Tensor:
         """Return the whitened gradient (o, d) of the parameter."""
         g = gradient if self.axis == 1 else gradient.T
@@ -221,8 +212,12 @@ class Moments:
             if m.name in self._inputs:
                 scaled = self._inputs.pop(m.name), self._slopes.pop(m.name)
                 if all(bool(moment.any()) for moment, _ in scaled):
-                    x, slope = (moment.double() * size.double() ** 2 for moment, size in scaled)
-                    whitenings[m.name] = SideWhitening.from_moments(x, slope, m.axis)
+                    sides = [moment.double() * size.double() ** 2 for moment, size in scaled]
+                    x, slope = (s.diagonal() if s.dim() == 2 else s for s in sides)
+                    sizes = torch.outer(slope.sqrt(), x.sqrt()).float()
+                    whitenings[m.name] = SideWhitening(
+                        *map(whitening_matrix, sides), m.axis, sizes if m.axis == 1 else sizes.T
+                    )
         return whitenings
 
 

@@ -239,12 +239,16 @@ class SubspaceTexts(TextAttack):
         with bottom.session():
             texts, finished, certain = search.run(WorkLimit(self))
         # Certified only if the texts are certain given the bag, no token is missing from the bag,
-        # and every token has an effect on a map of the first block that is used.
-        first_maps = bottom.inputs[0].trainable_maps(bottom.anatomy)
-        with_gradient = {m.name for m in first_maps if bool(view.gradient(m.name).any())}
-        certain = certain and bool(words.certified) and includes_alike
-        certain = certain and bool(with_gradient & self._complete_maps)
+        # and every token would leave a trace in the rows.
+        certain = certain and bool(words.certified) and includes_alike and self._shows_all(view)
         if not texts:
             raise base.UnusableObservation("no text explains what the second block's rows hold")
         tokens = pad_sequence([*map(torch.tensor, texts)], True, NOTHING)
         return TextGuess(tokens, finished, search.n_tried, certain)
+
+    def _shows_all(self, view: Observation) -> bool:
+        """Return whether every token has an effect on a map of the first block that is used."""
+        assert self._copy is not None
+        maps = self._copy.inputs[0].trainable_maps(self._copy.anatomy)
+        names = {m.name for m in maps if bool(view.gradient(m.name).any())}
+        return bool(names & self._complete_maps)

@@ -215,9 +215,9 @@ class Moments:
                     sides = [moment.double() * size.double() ** 2 for moment, size in scaled]
                     x, slope = (s.diagonal() if s.dim() == 2 else s for s in sides)
                     sizes = torch.outer(slope.sqrt(), x.sqrt()).float()
-                    whitenings[m.name] = SideWhitening(
-                        *map(whitening_matrix, sides), m.axis, sizes if m.axis == 1 else sizes.T
-                    )
+                    inputs, slopes = map(whitening_matrix, sides)
+                    sizes = sizes if m.axis == 1 else sizes.T
+                    whitenings[m.name] = SideWhitening(inputs, slopes, m.axis, sizes)
         return whitenings
 
 

@@ -150,8 +150,9 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
             is_parameter = isinstance(factors, nn.ParameterDict)
             inner: Any = factors._parameters.get(adapter) if is_parameter else factors[adapter]
             adapters = module._modules.get("lora_dropout")
-            has_dropout = isinstance(adapters, nn.ModuleDict) and adapter in adapters
-            dropouts = (adapters[adapter],) if has_dropout else ()
+            dropouts: tuple[nn.Module, ...] = ()
+            if isinstance(adapters, nn.ModuleDict) and adapter in adapters:
+                dropouts = (adapters[adapter],)
             if not is_parameter:
                 for linear in _weight_map(inner, module, factor, names):
                     yield replace(linear, dropouts=dropouts)

@@ -1,12 +1,15 @@
-"""Attacks that the papers compare with: RLG, AMI FC, and the relaxation of tokens.
+"""Attacks that the papers compare with, and A_Attn as published.
 
 :func:`reveal_labels` is RLG (Dang et al. 2021), :class:`TrainedMembership` AMI FC (Nguyen et al.
-2023, extended to language models as in Vu et al. 2024, Sect. 5), and :class:`TokenRelaxation` the
-baseline of Zheng 2023, Sect. 4.3 (Song & Raghunathan 2020).
+2023, extended to language models as in Vu et al. 2024, Sect. 5), :class:`PublishedAttention` A_Attn
+of Vu et al. 2024, and :class:`TokenRelaxation` the baseline of Zheng 2023, Sect. 4.3 (Song &
+Raghunathan 2020).
 """
 
+import math
 import time
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,8 +18,10 @@ from scipy.optimize import linprog
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fedleak.attacks.base import WordGuess
-from lightning_fedleak.attacks.membership import base
+from benchmarks.papers import lemma
+from lightning_fedleak.attacks.base import Query, WordGuess
+from lightning_fedleak.attacks.membership import attention_layers, base
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.fc import batch_inputs
 from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.attacks.texts.base import Sent
@@ -314,6 +319,130 @@ class TrainedMembership(base.MembershipAttack):
             fires = output[:, None] + self.biases(network) > 0
             gradient[:, k].index_add_(0, samples, torch.where(fires, weights[:, None], 0.0))
         return gradient
+
+
+# ---- A_Attn as published ---------------------------------------------------------------------
+
+LEVELS = 16  # gammas of the calibrated ladder; more give a finer score
+
+
+class PublishedAttention(AttentionMembership):
+    """A_Attn with the paper's choices: raw hidden states, and all coordinates with both signs.
+
+    A target is a member if any coordinate of the response exceeds gamma. The paper fixes no gamma:
+    ``"calibrated"`` is the lowest of a ladder that public batches exceed for at most
+    ``false_positive_rate`` of the public tokens that they do not hold, ``"lemma"`` 2 Delta-bar.
+
+    Args:
+        layer, public_text, settings: as in :class:`AttentionMembership`.
+        gamma: which gamma decides.
+    """
+
+    def __init__(
+        self, layer: int, public_text: PublicText, *,
+        gamma: Literal["calibrated", "lemma"] = "calibrated", **settings: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(layer, public_text, **settings)
+        self.gamma = gamma
+
+    def calibrate(self, states: attention_layers.PublicStates) -> None:
+        """Choose the ladder of gammas, hardest to exceed first, and the one that decides."""
+        self.d, self._level = states.hidden.shape[-1], 0
+        self.factor = 2 / math.sqrt(self.d - 1)  # of their code
+        if self.gamma == "lemma":
+            self.ladder = torch.tensor([lemma_gamma(states, self.factor)])
+            return
+        sentence, position = states.draw_tokens(self.seed)
+        v = states.hidden[sentence, position]
+        best = v.new_full((len(v), len(states.hidden)), -torch.inf)
+        for attention in attention_layers.attentions(states.hidden, states.mask, v, self.factor):
+            target, _, z = coordinates(attention)
+            best[:, attention.sentence].scatter_reduce_(0, target, z.abs().amax(1), "amax")
+        scores_with = best.gather(1, sentence[:, None])[:, 0]
+        scores = best.masked_fill(attention_layers.sentences_with(states, v), -torch.inf)
+        self.ladder = batch_quantiles(scores, scores_with, self.batch, self.seed)
+        for i, gamma in enumerate(self.ladder.tolist()):
+            rate = attention_layers.false_positive_rate(scores, gamma, self.batch)
+            if rate <= self.false_positive_rate:
+                self._level = i
+
+    @property
+    def rungs(self) -> int:
+        """A ladder for each row of W_O."""
+        return 2 * self.d * len(self.ladder)
+
+    def reads(self, position: int) -> slice | None:
+        """That one token alone."""
+        return None
+
+    def embed(self, hidden: Tensor, query: Query) -> Tensor:
+        """The target tokens."""
+        return base.MembershipAttack.embed(self, hidden, query)
+
+    @torch.no_grad()
+    def gradient(
+        self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
+    ) -> Tensor:
+        """As in the base class, (B, G, 2 d R) for R gammas."""
+        base.check_targets(targets)
+        x = hidden.to(torch.promote_types(targets.dtype, hidden.dtype))
+        gammas, (b, _, d) = self.ladder.to(x), x.shape
+        gradient = x.new_zeros((b, len(targets), 2, d, len(gammas)))
+        for attention in attention_layers.attentions(x, mask, targets.to(x), self.factor):
+            target, token, z = coordinates(attention, float(gammas.min()))
+            weight = upstream[attention.sentence, attention.places].to(x)[token][:, None]
+            for level, gamma in enumerate(gammas):
+                for sign in (0, 1):
+                    above = -z > gamma if sign else z > gamma
+                    part = torch.where(z.isnan(), torch.nan, torch.where(above, weight, 0.0))
+                    gradient[attention.sentence, :, sign, :, level].index_add_(0, target, part)
+        return gradient.flatten(2)
+
+    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> base.MembershipGuess:
+        """Decide by the largest number of all rows at the gamma that was chosen."""
+        assert noise_std == 0
+        assert self._level is not None
+        base.check_gradient(gradient)
+        best = gradient.view(len(gradient), -1, len(self.ladder)).abs().amax(1)
+        return base.read_rungs(best, 0.0, self._level)
+
+
+def coordinates(
+    attention: attention_layers.Attention, at_least: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Z1 - Z2 (m, d) in all coordinates where one may exceed ``at_least``, and the targets, tokens.
+
+    The others are found by a bound: no coordinate is larger than the sum of the attentions'
+    absolute differences, each times the norm of its token.
+    """
+    difference = attention.first - attention.second
+    bound = (difference.abs() @ attention.tokens.norm(dim=1)) * (1 + 1e-4)  # float32's rounding
+    target, token = (~(bound < at_least)).nonzero(as_tuple=True)
+    return target + attention.targets.start, token, difference[target, token] @ attention.tokens
+
+
+def batch_quantiles(scores: Tensor, scores_with: Tensor, batch: int, seed: int) -> Tensor:
+    """Evenly spaced quantiles of the maxima of random public batches with and without targets."""
+    (t, s), generator = scores.shape, torch.Generator().manual_seed(seed)
+    picks = torch.randint(s, (8, t, batch), generator=generator).to(scores.device)
+    without = scores.expand(8, t, s).gather(2, picks).amax(2)
+    maxima = torch.cat([without, torch.maximum(without, scores_with)])
+    maxima = maxima[maxima.isfinite()].sort(descending=True).values.cpu()
+    gammas = maxima[torch.linspace(0, len(maxima) - 1, LEVELS).long()].float()
+    gammas[0] *= 0.999  # no score exceeds the maximum itself
+    return gammas
+
+
+def lemma_gamma(states: attention_layers.PublicStates, beta: float) -> float:
+    """2 Delta-bar of public text (Lemma 2); infinite where it overflows."""
+    x, real = states.hidden.double(), states.mask
+    products = x @ x.mT
+    squares = products.diagonal(dim1=1, dim2=2)
+    others = real[:, None] & ~torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+    nearest = products.masked_fill(~others, -torch.inf).amax(2)
+    apart, largest = float((squares - nearest)[real].min()), float(squares[real].max())
+    longest = int(real.sum(1).max())
+    return 2 * float(lemma.retrieval_error(beta, longest, apart, math.sqrt(largest)))
 
 
 # ---- the relaxation of tokens ----------------------------------------------------------------

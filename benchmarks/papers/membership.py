@@ -29,12 +29,11 @@ from benchmarks.attacks.membership_games import (
     prepared,
 )
 from benchmarks.papers import tables
-from benchmarks.papers.baselines import TrainedMembership
+from benchmarks.papers.baselines import PublishedAttention, TrainedMembership
 from benchmarks.papers.cells import Cell, Row, chosen
 from benchmarks.papers.reference import ReferenceLDP
 from benchmarks.papers.synthetic import LAWS, LENGTHS, beta_of, simulate_bound
 from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, mean_of, number, rate_of
-from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
@@ -165,7 +164,8 @@ def adversaries(
             attacks.append(attention(k, public, args, name="Attn"))
         elif group == "published":
             for gamma, name in (({}, "as published"), ({"gamma": "lemma"}, "the lemma's gamma")):
-                attacks.append(published_attention(k, public, args, name=f"Attn, {name}", **gamma))
+                shared = {"tokens": tokens, "batch": batch, "name": f"Attn, {name}"}
+                attacks.append(PublishedAttention(k, public, **gamma, **shared))
         else:
             for granularity, name in (("full", "AMI FC Full"), ("token", "AMI FC Token")):
                 attacks.append(TrainedMembership(k, public, granularity, tokens=tokens, name=name))
@@ -218,15 +218,6 @@ def measure_games(
 def _seed(text: str) -> int:
     """No two texts share their bits."""
     return 10_000 * (sum(text.encode()) % 1000)
-
-
-def published_attention(
-    layer: int, public: PublicText, args: argparse.Namespace, **settings: Any
-) -> AttentionMembership:
-    """With the paper's choices; gamma by default so that few batches without the target fire."""
-    paper = AttentionSettings(beta="authors", whiten=False, score="coordinates")
-    options = {"tokens": args.tokens, "batch": args.batch, **settings}
-    return AttentionMembership(layer, public, attention=paper, **options)
 
 
 @functools.lru_cache(maxsize=2)

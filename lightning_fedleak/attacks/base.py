@@ -396,16 +396,3 @@ def check_readable(largest: Tensor, name: str) -> None:
     check_finite(largest, name)
     if not bool(largest > 0):
         raise UnusableObservation(f"{name} is all zero: no token was trained on in this step")
-
-
-def refuse_tied(are_tied: bool, attack: str, matrix: str) -> None:
-    """Raise an error if head and embedding are tied, for an attack that reads one of them.
-
-    Raises:
-        ValueError: head and embedding are one matrix.
-    """
-    if are_tied:
-        raise ValueError(
-            f"attack '{attack}' reads the {matrix}'s own gradient, and this model ties head and "
-            "embedding, so that their sum is shared: remove it. FlatChat reads the sum."
-        )

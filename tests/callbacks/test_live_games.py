@@ -37,6 +37,7 @@ from lightning_fedleak.attacks.membership.attention import (
     AttentionMembership,
     AttentionSettings,
 )
+from lightning_fedleak.attacks.row_space import Whitening
 from lightning_fedleak.attacks.words.flatchat import FlatChat
 from lightning_fedleak.callbacks import CanaryScorer, LeakageMonitor, RiskGate
 from lightning_fedleak.cli.finetuning.module import PadRight
@@ -310,8 +311,20 @@ def seeded(seed):
     return PublicText(torch.randint(3, 97, (60, 12), generator=generator))
 
 
+class RestoredAttention(AttentionMembership):
+    """Its state holds the calibration."""
+
+    restores_fully = True
+
+    def state_dict(self):
+        return vars(self._whitening)
+
+    def load_state_dict(self, state):
+        self._whitening, self._level = Whitening(**state), 0
+
+
 def wide_attention(text, **settings):
-    return AttentionMembership(1, text, batch=8, **settings)
+    return RestoredAttention(1, text, batch=8, **settings)
 
 
 def test_a_resumed_calibration_is_of_the_same_text_and_refresh_or_made_again(tmp_path, monkeypatch):
@@ -333,7 +346,7 @@ def test_a_resumed_calibration_is_of_the_same_text_and_refresh_or_made_again(tmp
             attack.refresh_every = 100
         watched(tmp_path / case, attack, n=8, state=state)
         assert prepared == ([attack] if again else [])
-        means = [one.state_dict()["whitening.mean"] for one in (first, attack)]
+        means = [one.state_dict()["mean"] for one in (first, attack)]
         assert torch.equal(*means) is (case != "text")
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from benchmarks.defenses.crafted import CraftedFC, FrozenLinear, two_identities
 from benchmarks.defenses.planted import inserted
-from benchmarks.papers.baselines import TrainedMembership
+from benchmarks.papers.baselines import PublishedAttention, TrainedMembership
 from lightning_fedleak.attacks import AttentionMembership, FCMembership, MembershipAttack
+from lightning_fedleak.attacks.membership.base import check_targets
 from lightning_fedleak.attacks.row_space import Whitening
 from lightning_fedleak.model.model_runs import undisturbed
 
@@ -113,12 +114,14 @@ def craft(attack: MembershipAttack, target: Tensor) -> CraftedFC | CraftedAttent
         first = FrozenLinear(weight, bias)
         return CraftedFC(first, second, attack.biases(network), attack.read_together)
     assert isinstance(attack, AttentionMembership)  # Algorithm 1
-    v, rows = attack._split_targets(target[None])
-    gammas = attack._gammas(v)
-    if rows is None:
-        gammas = gammas.repeat(2 * v.shape[1])
-    whitening = attack.require_calibration(attack._calibration).whitening
-    return CraftedAttention(v[0], attack._factor(v.shape[1]), whitening, rows, gammas)
+    check_targets(target)
+    if isinstance(attack, PublishedAttention):
+        gammas = attack.ladder.repeat(2 * len(target))
+        return CraftedAttention(target, attack.factor, None, None, gammas)
+    token, rows = target[None].tensor_split(2, dim=1)
+    return CraftedAttention(
+        attack._whiten(token)[0], attack.beta, attack._whitening, rows, attack.gammas
+    )
 
 
 def autograd_gradient(anatomy, attack, target, ids, mask) -> tuple[Tensor, Tensor]:

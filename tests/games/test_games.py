@@ -11,6 +11,7 @@ from scipy import stats
 from torch import Tensor
 from transformers import BertConfig, BertModel
 
+from benchmarks.papers.baselines import PublishedAttention
 from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
@@ -105,11 +106,10 @@ def test_an_attack_on_whole_sentences_collides_with_no_other_sentence(monkeypatc
     public = torch.randint(10, 90, (60, 7), generator=generator).tolist()
     given = {"public_text": public, "tokens": 7}
     plain = AttentionSettings(whiten=False, beta=1.0, widths=(1e-6,))
-    coordinates = replace(plain, score="coordinates")
     attacks = [
         FCMembership(2, name="fc"),
         AttentionMembership(2, **given, attention=plain, name="matched"),
-        AttentionMembership(2, **given, attention=coordinates, name="coordinates"),
+        PublishedAttention(2, **given, name="coordinates"),
     ]
     monkeypatch.setattr("lightning_fedleak.evaluation.games.pool._position", lambda *_: 2)
     fc, matched, coordinates = play(anatomy, attacks, pool, GameConfig(games=40, batch=8))

@@ -3,39 +3,20 @@
 Head 1 computes attention without the direction of the target token v, head 2 with all directions.
 At a token that equals v, head 1's query is zero, so that it returns the mean of the sentence, while
 head 2 returns about v. At other tokens both return about the same. A ReLU with bias -gamma follows:
-only a difference above gamma has a gradient. A *ladder* is one bias for each of several gammas, and
-each of these trainable numbers is a *rung*.
+only a difference above gamma has a gradient. Each of these trainable numbers is a *rung*.
 """
 
-import hashlib
-import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Query, RunFacts
-from lightning_fedleak.attacks.membership import attention_layers
-from lightning_fedleak.attacks.membership.attention_layers import (
-    AttentionSettings,
-    Calibration,
-    attentions,
-    bias_gradients,
-    coordinate_gradients,
-    matched_rows,
-)
-from lightning_fedleak.attacks.membership.base import (
-    CalibratedMembership,
-    MembershipGuess,
-    check_gradient,
-    check_targets,
-    read_rungs,
-    target_positions,
-)
+from lightning_fedleak.attacks.membership import attention_layers, base
+from lightning_fedleak.attacks.membership.attention_layers import AttentionSettings, PublicStates
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
-from lightning_fedleak.attacks.row_space import fit_whitening
-from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
+from lightning_fedleak.attacks.row_space import Whitening, fit_whitening
+from lightning_fedleak.validate import check_integer, check_number, explain_arguments
 
 WIDTHS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 """Half-widths of the bands around a member's response, in units of that response; not tuned."""
@@ -55,27 +36,29 @@ REPLACED_BETA = 0.01
 """Default factor against a defence that replaces batches: members score higher with it."""
 
 
-class AttentionMembership(CalibratedMembership):
-    """A_Attn: Algorithm 1 of Vu et al. 2024 in closed form, with a ladder of gammas.
+class AttentionMembership(base.CalibratedMembership):
+    """A_Attn: Algorithm 1 of Vu et al. 2024 in closed form, with two gammas for each of some bands.
 
-    Three choices decide whether it works on real embeddings. The paper does not make them.
+    Three choices decide whether it works on real embeddings. The paper does not make them; its own
+    form is in ``benchmarks/papers/baselines.py``.
 
     **Whitening.** The products of raw hidden states do not distinguish one token from the others.
     With ``whiten`` the heads read hidden states in coordinates in which public text has unit
     covariance. This is folded into W_Q, W_K and their biases
     (:mod:`~lightning_fedleak.attacks.row_space.atoms`).
 
-    **The rows of W_O.** The paper reads all coordinates, with both signs, and guesses a member if
-    any of them exceeds gamma (``score="coordinates"``). But attention stays within a sentence, and
-    the server has the target's sentence. So it knows the response D = Z1 - Z2 at the target token,
-    whatever else is in the batch. ``score="band"`` reads along D alone, scaled so that a member's
-    response is 1. Targets are then (G, 2 d): the token's hidden state and that row.
+    **The row of W_O.** The paper reads all coordinates, with both signs, and guesses a member if
+    any of them exceeds gamma. But attention stays within a sentence, and the server has the
+    target's sentence. So it knows the response D = Z1 - Z2 at the target token, whatever else is
+    in the batch. Here W_O reads along D alone, scaled so that a member's response is 1. Targets are
+    (G, 2 d): the token's hidden state and that row.
 
-    **gamma.** On real embeddings no response exceeds the lemma's gamma, 2 Delta-bar
-    (``gamma="lemma"``). ``"calibrated"`` is the lowest gamma of the ladder that public batches
-    exceed for at most ``false_positive_rate`` of the public tokens that they do not hold. For
-    bands it is at least .9: a member's response stays above that in bfloat16 too. If the clients'
-    text is of another kind than the public text, the rate is higher (the AUC hardly falls).
+    **gamma.** On real embeddings no response exceeds the lemma's gamma, 2 Delta-bar. Here two
+    gammas are the edges of a band around 1, and the difference of their gradients shows whether a
+    response lies in it. The widest band decides in which public batches have a response for at most
+    ``false_positive_rate`` of the public tokens that they do not hold. It begins at .9 or above: a
+    member's response stays above that in bfloat16 too. If the clients' text is of another kind than
+    the public text, the rate is higher (the AUC hardly falls).
 
     On MiniLM-L6, stories15M and SmolLM2-135M a member's response, computed in another batch and
     padding, differs from 1 by at most 6e-6 in float32 and .06 in bfloat16. In a sentence of one
@@ -87,7 +70,6 @@ class AttentionMembership(CalibratedMembership):
         public_text: A text like the clients', as strings or token ids, or ``"sampled"`` for text
             that a causal model writes.
         tokenizer: The tokenizer of strings.
-        gamma: ``"calibrated"``, or ``"lemma"`` with ``score="coordinates"``.
         attention: The settings by which the layers are crafted and read.
         tokens: The length to which public texts are cut.
         batch: The number of sentences in a client's batch, for which :attr:`false_positive_rate`
@@ -96,21 +78,22 @@ class AttentionMembership(CalibratedMembership):
         name: The name in the logs.
 
     Raises:
-        ValueError: A setting is out of range, or two exclude each other.
+        ValueError: A setting is out of range.
 
     Examples:
         >>> from lightning_fedleak.attacks import AttentionMembership
         >>> public = [[5, 6, 7, 8], [9, 8, 7, 6]]  # token ids, or strings with tokenizer=
         >>> attack = AttentionMembership(layer=1, public_text=public, batch=8)
-        >>> attack.config()["score"]
-        'band'
+        >>> attack.rungs
+        24
     """
 
     default_name = "attention_membership"
     config_names = (
-        *("layer", "granularity", "beta", "gamma", "whiten", "score", "widths", "batch"),
+        *("layer", "granularity", "beta", "whiten", "widths", "batch"),
         *("false_positive_rate", "seed", "tokens", "public_text", "refresh_every"),
     )
+    restores_fully = False  # prepare calibrates again
 
     @explain_arguments("AttentionMembership(layer=1, public_text='sampled')")
     def __init__(
@@ -119,7 +102,6 @@ class AttentionMembership(CalibratedMembership):
         public_text: TextSource,
         *,
         tokenizer: Any = None,
-        gamma: Literal["calibrated", "lemma"] = "calibrated",
         attention: AttentionSettings | None = None,
         tokens: int = 32,
         batch: int = 40,
@@ -128,12 +110,8 @@ class AttentionMembership(CalibratedMembership):
     ) -> None:
         super().__init__(layer, "token", tokens, name)
         settings = attention or AttentionSettings()
-        self.score = check_choice("score", settings.score, ("band", "coordinates"))
-        self.gamma = check_choice("gamma", gamma, ("calibrated", "lemma"))
-        if settings.beta not in ("authors", "auto"):
-            check_number("beta", settings.beta, above=0, hint="or 'authors' or 'auto'")
-        if gamma == "lemma" and self.score == "band":
-            raise ValueError("gamma='lemma' is one threshold: set AttentionSettings(score=...)")
+        if settings.beta != "auto":
+            check_number("beta", settings.beta, above=0, hint="or 'auto'")
         self.whiten = settings.whiten
         self.batch = check_integer("batch", batch)
         self.seed = seed
@@ -141,8 +119,8 @@ class AttentionMembership(CalibratedMembership):
         self._choose(replaced=False, defended=False)
         attack = type(self).__name__
         self.public_text = PublicText.parse_required(public_text, tokenizer, attack)
-        self._d: int | None = None  # the width of hidden states
-        self._calibration: Calibration | None = None
+        self._whitening: Whitening | None = None
+        self._level: int | None = None  # the band that decides; None before the calibration
 
     def meet(self, facts: RunFacts) -> None:
         """Choose the default beta and widths for the run's defences.
@@ -157,7 +135,8 @@ class AttentionMembership(CalibratedMembership):
     def _choose(self, *, replaced: bool, defended: bool) -> None:
         """Set beta and the widths: the user's, or defaults that depend on the run's defences."""
         beta, widths = self._settings.beta, self._settings.widths
-        self.beta = (REPLACED_BETA if replaced else BETA) if beta == "auto" else beta
+        default = REPLACED_BETA if replaced else BETA
+        self.beta = default if isinstance(beta, str) else beta
         if isinstance(widths, str):
             widths = REPLACED_WIDTHS if replaced and not defended else WIDTHS
         for width in widths or (None,):
@@ -166,171 +145,96 @@ class AttentionMembership(CalibratedMembership):
             widths = (min(widths, key=lambda width: abs(width - DEFENDED_WIDTH)),)
         self.widths = sorted({*widths})
 
-    def _factor(self, d: int) -> float:
-        """Return the factor of the products for hidden states of width d."""
-        return 2.0 / math.sqrt(d - 1) if isinstance(self.beta, str) else self.beta
+    def calibrate(self, states: PublicStates) -> None:
+        """Fit the whitening, and choose the band that decides: the widest of a low enough rate.
+
+        With whitening, the band is chosen on one half of the states, whitened by the other half,
+        because whitening by the own covariance moves states nearer to their mean than other text.
+
+        Raises:
+            ValueError: too few tokens to whiten, or too few texts to calibrate.
+        """
+        if self.whiten:
+            self._whitening = fit_whitening(states.tokens)
+            fitted, states = (PublicStates(states.hidden[i::2], states.mask[i::2]) for i in (0, 1))
+            states = states.whiten(fit_whitening(fitted.tokens))
+        name, hint = "public texts to calibrate on", "with whiten=True give twice as many"
+        check_integer(name, len(states.hidden), at_least=self.batch + 1, hint=hint)
+        scores = attention_layers.public_scores(states, *states.draw_tokens(self.seed), self.beta)
+        self._level = 0
+        for i, width in enumerate(self.widths):
+            rate = attention_layers.false_positive_rate(scores, -width, self.batch)
+            if width <= attention_layers.WIDE_ENOUGH and rate <= self.false_positive_rate:
+                self._level = i
 
     @property
-    def _levels(self) -> int:
-        """Return the number of bands, or the length of a row's ladder."""
-        if self.score == "band":
-            return len(self.widths)
-        return attention_layers.CALIBRATED_LEVELS if self.gamma == "calibrated" else 1
-
-    def calibrate(self, states: attention_layers.PublicStates) -> None:
-        """Fit whitening and gamma to the hidden states of public text."""
-        self._d = states.hidden.shape[-1]
-        if self.gamma == "lemma":
-            whitening = fit_whitening(states.tokens) if self.whiten else None
-            states = states if whitening is None else states.whiten(whitening)
-            gamma = attention_layers.lemma_gamma(states, self._factor(self._d))
-            self._calibration = Calibration(whitening, torch.tensor([gamma]), 0)
-            return
-        self._calibration = attention_layers.calibrate(
-            states,
-            beta=self._factor(self._d),
-            whiten=self.whiten,
-            widths=self.widths if self.score == "band" else None,
-            batch=self.batch,
-            false_positive_rate=self.false_positive_rate,
-            seed=self.seed,
-        )
+    def gammas(self) -> Tensor:
+        """Return (K,) the lower edges of the bands, narrowest first, then the upper ones."""
+        edges = [1.0 - width for width in self.widths] + [1.0 + width for width in self.widths]
+        return torch.tensor(edges, dtype=torch.float64)
 
     @property
     def rungs(self) -> int:
-        """Return K: two for each band, with ``"coordinates"`` a ladder for each row of W_O."""
-        if self.score == "band":
-            return 2 * self._levels
-        assert self._d is not None
-        return 2 * self._d * self._levels
+        """Return K: two for each band."""
+        return 2 * len(self.widths)
 
     def reads(self, position: int) -> slice | None:
-        """Return the tokens that the target attends to with ``score="band"``, else None."""
-        return slice(0, None) if self.score == "band" else None
+        """Return the tokens that the target attends to: all of its sentence."""
+        return slice(0, None)
 
     def embed(self, hidden: Tensor, query: Query) -> Tensor:
-        """Return the target tokens (G, d); with ``score="band"`` also their rows: (G, 2 d)."""
+        """Return the target tokens and their rows of W_O, (G, 2 d)."""
         x, v = self._whiten(hidden), super().embed(hidden, query)
-        if self.score == "coordinates":
-            return v.to(x.dtype)
-        positions, beta = target_positions(query, hidden), self._factor(x.shape[-1])
-        return torch.cat([v.to(x.dtype), matched_rows(x, query.attention_mask, positions, beta)], 1)
+        positions = base.target_positions(query, hidden)
+        rows = attention_layers.matched_rows(x, query.attention_mask, positions, self.beta)
+        return torch.cat([v.to(x.dtype), rows], 1)
 
     @torch.no_grad()
     def gradient(
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
         """Return (B, G, K): upstream gradients of tokens above each gamma, summed per sample."""
-        d = hidden.shape[-1]
+        base.check_targets(targets)
         x = self._whiten(hidden.to(torch.promote_types(targets.dtype, hidden.dtype)))
-        v, rows = self._split_targets(targets.to(x))
-        weights, gammas = upstream.to(x), self._gammas(v)
-        sentences = attentions(x, mask, v, self._factor(d))
-        if rows is None:
-            return coordinate_gradients(sentences, gammas, weights, len(v), d)
-        gradient = x.new_zeros((len(x), len(v), len(gammas)))
-        for attention in sentences:
-            weight = weights[attention.sentence, attention.places]
-            gradients = bias_gradients(attention.project(rows), gammas, weight)
-            gradient[attention.sentence, attention.targets] = gradients
+        tokens, rows = targets.to(x).tensor_split(2, dim=1)
+        gammas = self.gammas.to(x)
+        gradient = x.new_zeros((len(x), len(tokens), len(gammas)))
+        for attention in attention_layers.attentions(x, mask, self._whiten(tokens), self.beta):
+            weight = upstream[attention.sentence, attention.places].to(x)
+            response = attention.project(rows)
+            # Exactly equal for two gammas that the same tokens exceed, so that bands are exactly 0.
+            sums = torch.where(response[:, None] > gammas[:, None], weight, 0.0).sum(-1)
+            sums = sums.masked_fill(response.isnan().any(-1, keepdim=True), torch.nan)
+            gradient[attention.sentence, attention.targets] = sums
         return gradient
 
-    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
-        """Run A_guess: guess a member if the gradient at the calibrated gamma is not zero.
+    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> base.MembershipGuess:
+        """Run A_guess: guess a member if the gradient of the calibrated band is not zero.
 
         Args:
-            gradient: (G, K). With ``"band"`` first the numbers of the lower edges, narrowest band
-                first, then those of the upper edges; a band's gradient is the difference of the
-                two. With ``"coordinates"`` a ladder for each row of W_O, row after row; the largest
-                number of all rows counts.
+            gradient: (G, K), first the numbers of the lower edges, narrowest band first, then those
+                of the upper edges; a band's gradient is the difference of the two.
             noise_std: standard deviation of the noise on each number.
 
         Returns:
-            Scores. Without noise: the rank of the largest gamma, or the narrowest band, whose
-            gradient is not zero, counted from the easiest; 0 if all are zero. With noise: the
-            statistic of :func:`~lightning_fedleak.attacks.membership.base.read_rungs`; with
-            ``"coordinates"`` the largest number in units of the noise.
+            Scores. Without noise: the rank of the narrowest band whose gradient is not zero,
+            counted from the widest; 0 if all are zero. With noise: the statistic of
+            :func:`~lightning_fedleak.attacks.membership.base.read_rungs`.
 
         Raises:
             UnusableObservation: the gradient is not finite.
         """
-        level, levels = self.require_calibration(self._calibration).level, self._levels
-        check_gradient(gradient)
-        if self.score == "band":
-            bands = self._band_gradients(gradient, exact=noise_std == 0)
-            return read_rungs(bands, noise_std * 2**0.5, level, self.false_positive_rate)
-        best = gradient.view(len(gradient), -1, levels).abs().amax(1)
-        if noise_std == 0:
-            return read_rungs(best, 0.0, level)
-        rungs = gradient.shape[1] // levels * (level + 1)
-        scores = best[:, : level + 1].amax(1) / noise_std
-        # Sidak's correction: the largest of so many normals exceeds the threshold at this rate.
-        level_quantile = (1 - self.false_positive_rate) ** (1 / rungs)
-        threshold = torch.special.ndtri(torch.tensor((1 + level_quantile) / 2, dtype=torch.float64))
-        return MembershipGuess(scores, scores > float(threshold))
-
-    def _band_gradients(self, gradient: Tensor, *, exact: bool) -> Tensor:
-        """Return the bands' gradients (G, levels): those of the lower minus the upper edges.
-
-        If ``exact``, differences that a sum's rounding explains are 0.
-        """
+        level = self.require_calibration(self._level)
+        base.check_gradient(gradient)
         lower, upper = gradient.tensor_split(2, dim=1)
         bands = lower - upper
-        if not exact:
-            return bands
-        rounding = 4 * torch.finfo(gradient.dtype).eps * (lower.abs() + upper.abs())
-        return bands.masked_fill(bands.abs() <= rounding, 0.0)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return whitening and gamma, and a fingerprint of the settings and the public text."""
-        if self._calibration is None or self._d is None:
-            return {}
-        numbers = {"prepared_at": self._prepared_at, "d": self._d}
-        tensors = {name: torch.tensor(value) for name, value in numbers.items()}
-        return tensors | {"fingerprint": self._fingerprint()} | self._calibration.tensors()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a calibration of the same settings and public text.
-
-        A monitor that resumes with other settings calibrates again.
-
-        Raises:
-            ValueError: the settings (``refresh_every`` too) or the text differ.
-        """
-        if not state:
-            return
-        saved = state.get("fingerprint")
-        if saved is None or not torch.equal(saved.cpu(), self._fingerprint()):
-            raise ValueError(
-                "the state is of other settings or public text: load it into an "
-                "AttentionMembership with these, or call prepare again"
-            )
-        self._calibration = Calibration.from_tensors(state)
-        self._prepared_at, self._d = int(state["prepared_at"]), int(state["d"])
-
-    def _fingerprint(self) -> Tensor:
-        """Return (32,) the bytes of a hash of the settings and the public text."""
-        digest = hashlib.sha256(self.fingerprint().encode()).digest()
-        return torch.tensor(list(digest), dtype=torch.uint8)
+        if noise_std == 0:  # differences that a sum's rounding explains are 0
+            rounding = 4 * torch.finfo(gradient.dtype).eps * (lower.abs() + upper.abs())
+            bands = bands.masked_fill(bands.abs() <= rounding, 0.0)
+        return base.read_rungs(bands, noise_std * 2**0.5, level, self.false_positive_rate)
 
     def _whiten(self, hidden: Tensor) -> Tensor:
         """Return hidden states in the coordinates that the heads read, at least in float32."""
+        self.require_calibration(self._level)
         x = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        whitening = self.require_calibration(self._calibration).whitening
-        return x if whitening is None else whitening(x)
-
-    def _split_targets(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return whitened tokens (G, d), and rows of W_O (G, d) or None for coordinates."""
-        check_targets(targets)
-        if self.score == "coordinates":
-            return self._whiten(targets), None
-        tokens, rows = targets.tensor_split(2, dim=1)
-        v = self._whiten(tokens)
-        return v, rows.to(v)
-
-    def _gammas(self, reference: Tensor) -> Tensor:
-        """Return the gammas of one row of W_O, (K,)."""
-        if self.score == "coordinates":
-            return self.require_calibration(self._calibration).gammas.to(reference)
-        edges = [1.0 - width for width in self.widths] + [1.0 + width for width in self.widths]
-        return torch.tensor(edges, dtype=torch.float64).to(reference)
+        return x if self._whitening is None else self._whitening(x)

@@ -37,15 +37,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_fedleak.attacks.base import (
-    Attack,
-    Capability,
-    Guess,
-    Observation,
-    Query,
-    Surfaces,
-    ThreatModel,
-)
+from lightning_fedleak.attacks import base
 from lightning_fedleak.attacks.membership.attention_layers import PublicStates
 from lightning_fedleak.attacks.public_text import PublicText, TextSource, frequent_tokens
 from lightning_fedleak.model.anatomy import Anatomy, place_of
@@ -63,7 +55,7 @@ CRAFTED = "crafted.rungs"
 
 
 @dataclass(frozen=True)
-class MembershipGuess(Guess):
+class MembershipGuess(base.Guess):
     """Scores and decisions: whether each target was in the client's batch.
 
     Attributes:
@@ -75,7 +67,7 @@ class MembershipGuess(Guess):
     members: Tensor
 
 
-class PassiveMembership(Attack):
+class PassiveMembership(base.Attack):
     """An honest but curious server that infers whether a text is in the batch.
 
     It adds nothing to the model and uses the gradients or updates of the model's parameters.
@@ -92,11 +84,11 @@ class PassiveMembership(Attack):
         ValueError: a number out of range, or no public text.
     """
 
-    threat_model = ThreatModel.create(
+    threat_model = base.ThreatModel.create(
         "an honest but curious server that reads one update and holds the candidate texts",
-        Capability.KNOWS_MODEL,
-        Capability.KNOWS_PUBLIC_TEXT,
-        Capability.KNOWS_TARGET_TEXT,
+        base.Capability.KNOWS_MODEL,
+        base.Capability.KNOWS_PUBLIC_TEXT,
+        base.Capability.KNOWS_TARGET_TEXT,
     )
     reads_compressed = COMPRESSIONS  # gradients under any compression are scored
     restores_fully = False  # only public text is saved; prepare computes the rest again
@@ -186,7 +178,7 @@ class PassiveMembership(Attack):
             self._public = PublicText([row[row >= 0] for row in state["public"]])
 
     @abstractmethod
-    def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
+    def run(self, view: base.Observation, query: base.Query | None = None) -> MembershipGuess:
         """Return for each text of the query whether it was in the batch.
 
         Raises:
@@ -194,7 +186,7 @@ class PassiveMembership(Attack):
         """
 
 
-class MembershipAttack(Attack):
+class MembershipAttack(base.Attack):
     """A server that crafts layers to infer whether a text is in the batch.
 
     The crafted layers read the hidden states at ``layer`` and return one number per rung for each
@@ -214,12 +206,12 @@ class MembershipAttack(Attack):
         ValueError: a negative layer, an unknown granularity, or fewer than 1 token.
     """
 
-    threat_model = ThreatModel.create(
+    threat_model = base.ThreatModel.create(
         "a dishonest server that adds layers of its own, asking for a text it holds",
-        Capability.CHOOSES_ARCHITECTURE,
-        Capability.CHOOSES_WEIGHTS,
-        Capability.KNOWS_MODEL,
-        Capability.KNOWS_TARGET_TEXT,
+        base.Capability.CHOOSES_ARCHITECTURE,
+        base.Capability.CHOOSES_WEIGHTS,
+        base.Capability.KNOWS_MODEL,
+        base.Capability.KNOWS_TARGET_TEXT,
     )
 
     def __init__(
@@ -256,13 +248,13 @@ class MembershipAttack(Attack):
         """
         return slice(0, self.tokens) if self.granularity == "full" else None
 
-    def needs(self, anatomy: Anatomy) -> Surfaces:
+    def needs(self, anatomy: Anatomy) -> base.Surfaces:
         """Return the hidden states that the crafted layers read.
 
         Raises:
             ValueError: the model has no such layer.
         """
-        return Surfaces(layers=(place_of(anatomy, self.layer).name,))
+        return base.Surfaces(layers=(place_of(anatomy, self.layer).name,))
 
     def prepare(self, anatomy: Anatomy) -> None:
         """Run A_init: check the layer. Subclasses may also calibrate on public text."""
@@ -310,7 +302,7 @@ class MembershipAttack(Attack):
         check_choice("rungs of the gradient", gradient.shape[1], (self.rungs,))
         return read_rungs(gradient, noise_std, self.guess_rung)
 
-    def embed(self, hidden: Tensor, query: Query) -> Tensor:
+    def embed(self, hidden: Tensor, query: base.Query) -> Tensor:
         """Return the targets in the form in which the crafted layers hold them.
 
         Args:
@@ -327,7 +319,7 @@ class MembershipAttack(Attack):
         rows = torch.arange(len(hidden), device=hidden.device)
         return hidden[rows, target_positions(query, hidden)]
 
-    def run(self, view: Observation, query: Query | None = None) -> MembershipGuess:
+    def run(self, view: base.Observation, query: base.Query | None = None) -> MembershipGuess:
         """Return A_guess on the newest gradient of the crafted layers in ``view``.
 
         Raises:
@@ -342,10 +334,10 @@ class MembershipAttack(Attack):
 class CalibratedMembership(MembershipAttack):
     """Crafted layers whose numbers depend on the hidden states of public text."""
 
-    threat_model = ThreatModel.create(
+    threat_model = base.ThreatModel.create(
         "a dishonest server that adds layers of its own, asking for a text it holds",
         *MembershipAttack.threat_model.needs,
-        Capability.KNOWS_PUBLIC_TEXT,
+        base.Capability.KNOWS_PUBLIC_TEXT,
     )
     needs_float64 = True  # for the whitening
     # The share of batches without the target that are guessed to have it, in the calibration and,
@@ -391,7 +383,7 @@ def reach(counts: Tensor, tokens: int) -> int:
     return int(counts.int().argmax(1).max()) + tokens
 
 
-def target_positions(query: Query, hidden: Tensor) -> Tensor:
+def target_positions(query: base.Query, hidden: Tensor) -> Tensor:
     """Return (G,) the position of each text's target token: the query's, or the last real one."""
     if query.positions is not None:
         return query.positions.to(hidden.device)

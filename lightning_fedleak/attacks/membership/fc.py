@@ -17,16 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
+from lightning_fedleak.attacks.membership import base
 from lightning_fedleak.attacks.membership.attention_layers import PublicStates
-from lightning_fedleak.attacks.membership.base import (
-    CalibratedMembership,
-    Granularity,
-    MembershipAttack,
-    MembershipGuess,
-    check_gradient,
-    check_targets,
-    sentence_rows,
-)
 from lightning_fedleak.attacks.public_text import PublicText, TextSource
 from lightning_fedleak.attacks.row_space import Whitening, fit_whitening
 from lightning_fedleak.model.anatomy import Anatomy
@@ -64,7 +56,7 @@ def select_inputs(
     real = None if mask is None else mask.to(hidden.device) != 0
     if tokens is None:
         return hidden, real
-    rows = sentence_rows(hidden, mask, tokens)[:, None]
+    rows = base.sentence_rows(hidden, mask, tokens)[:, None]
     return rows, None if real is None else real.any(1, keepdim=True)
 
 
@@ -97,7 +89,7 @@ MAX_RELATIVE_TAU = 0.5
 _RUNGS_BELOW, _RUNGS_ABOVE = 5, 8  # rungs below and above ``tau`` of an automatic ladder
 
 
-class FCMembership(MembershipAttack):
+class FCMembership(base.MembershipAttack):
     """Algorithms 2 and 3 of Vu et al. 2024, with a ladder of values of ``tau`` instead of one.
 
     Two crafted layers fire only on inputs within the L1 distance ``tau`` of a target. Each rung of
@@ -172,7 +164,7 @@ class FCMembership(MembershipAttack):
     def __init__(
         self,
         layer: int,
-        granularity: Granularity = "token",
+        granularity: base.Granularity = "token",
         tau: float | Literal["auto"] = "auto",
         dead_zone: float | Literal["auto"] = "auto",
         *,
@@ -255,7 +247,7 @@ class FCMembership(MembershipAttack):
         safe_tau, safe_zone = SAFE_DISTANCES[self._resolve_precision(targets.dtype)]
         targets = targets.to(_promote(targets.dtype))
         sizes = targets.abs().sum(1)
-        check_targets(sizes)
+        base.check_targets(sizes)
         if "auto" in (self.tau, self.dead_zone) and bool((sizes == 0).any()):
             raise ValueError("a target is all zeros, so 'auto' has no scale: set tau")
         taus = safe_tau * sizes if self.tau == "auto" else torch.full_like(sizes, float(self.tau))
@@ -367,12 +359,12 @@ WORD_FLOOR = 0.2
 A word that is left among replaced ones has .8 at layer 1 of MiniLM-L6, .5 at layer 3 and .4 at
 layer 6 (GRR, epsilon 5). From .1 to .3 the AUC differs by .003."""
 
-WORD_LADDERS: dict[Granularity, tuple[int, float]] = {"full": (100, 1.0), "token": (64, 0.25)}
+WORD_LADDERS: dict[base.Granularity, tuple[int, float]] = {"full": (100, 1.0), "token": (64, 0.25)}
 """Rungs of a ladder, and its top in units of the whole sentence's own evidence, so that scores of
 short and long sentences compare. A word of a sentence of ten has a tenth of it on average."""
 
 
-class WordMembership(CalibratedMembership):
+class WordMembership(base.CalibratedMembership):
     """A_FC against a client that replaces words, as token-level LDP does.
 
     A member is then no copy of the target, and its distance from the target is that of the words
@@ -417,7 +409,7 @@ class WordMembership(CalibratedMembership):
         self,
         layer: int,
         public_text: TextSource,
-        granularity: Granularity = "full",
+        granularity: base.Granularity = "full",
         *,
         tokens: int = 32,
         batch: int = 40,
@@ -453,7 +445,7 @@ class WordMembership(CalibratedMembership):
 
         They are orthogonal to the mean, so that what is read of padding, zeros, counts as nothing.
         """
-        words = sentence_rows(hidden, query.attention_mask, self.tokens)
+        words = base.sentence_rows(hidden, query.attention_mask, self.tokens)
         words = words.view(len(hidden), self.tokens, -1)
         whitening = self.require_calibration(self._whitening)
         x = whitening(words.to(_promote(words.dtype)))
@@ -466,7 +458,7 @@ class WordMembership(CalibratedMembership):
         self, targets: Tensor, hidden: Tensor, mask: Tensor | None, upstream: Tensor
     ) -> Tensor:
         """Return (B, G, K): upstream gradients of inputs above each rung, summed per sample."""
-        check_targets(targets)
+        base.check_targets(targets)
         rows, samples, weights = batch_inputs(hidden, mask, upstream, self.read_together)
         words = targets.to(_promote(torch.promote_types(targets.dtype, hidden.dtype)))
         words = words.view(len(targets), self.tokens, -1)
@@ -484,14 +476,14 @@ class WordMembership(CalibratedMembership):
         gradient = _rung_gradients(distances, ladders, weights, samples, len(hidden))
         return gradient.view(len(hidden), len(targets), self.rungs)
 
-    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> MembershipGuess:
+    def guess(self, gradient: Tensor, noise_std: float = 0.0) -> base.MembershipGuess:
         """Run A_guess: count the rungs that are not zero.
 
         Raises:
             UnusableObservation: The gradient is not finite, or it has noise.
         """
-        check_gradient(gradient)
+        base.check_gradient(gradient)
         if noise_std > 0:
             raise UnusableObservation("noise on gradients hides which rungs of the layers fire")
         scores = (gradient != 0).sum(1).float()
-        return MembershipGuess(scores, scores > self._threshold)
+        return base.MembershipGuess(scores, scores > self._threshold)

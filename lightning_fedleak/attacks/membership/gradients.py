@@ -276,21 +276,15 @@ class GradientMembership(PassiveMembership):
             raise UnusableObservation("no public text reaches the maps that have a gradient")
         maps = [m for m in maps if m.name in whitened]
 
-        both, n = _join_short(public, candidates, anatomy), len(public.input_ids)
-        if both is None:
-            controls = token_parts.join_fits(self._fits(maps, whitened, public))
-            candidate_fits = self._fits(maps, whitened, candidates)
-        else:
-            [fits] = self._fits(maps, whitened, both)
-            controls = {name: fit.select(slice(n)) for name, fit in fits.items()}
-            candidate_fits = [{name: fit.select(slice(n, None)) for name, fit in fits.items()}]
+        controls = token_parts.join_fits(self._fits(maps, whitened, public))
         weights = {name: 1 / token_parts.noise_variance(fit) for name, fit in controls.items()}
         control_fit = token_parts.sum_fits(controls, weights)
         if not bool(control_fit.squares.any()):
             raise UnusableObservation("public texts leave nothing in the maps that are read")
         noise = token_parts.noise_variance(control_fit).sqrt()
 
-        sums = [token_parts.sum_fits(fits, weights) for fits in candidate_fits]
+        fits = self._fits(maps, whitened, candidates)
+        sums = [token_parts.sum_fits(fit, weights) for fit in fits]
         scores = [token_parts.min_coefficient(fit, noise) for fit in sums]
         return size, torch.cat(scores), token_parts.min_coefficient(control_fit, noise)
 
@@ -323,24 +317,6 @@ class GradientMembership(PassiveMembership):
             work["numbers"] = work.get("numbers", 0) + numbers
         stored = do_once(key, lambda: token_parts.map_token_parts(anatomy, maps, batch, whiten))
         return [fit(parts) for parts in stored]
-
-
-def _join_short(public: TokenBatch, candidates: TokenBatch, anatomy: Anatomy) -> TokenBatch | None:
-    """Return public and candidate texts as one batch; None if that does not save time.
-
-    Where the vocabulary is small, a run takes longer than its arithmetic. One run is then cheaper,
-    although the public texts run again for each control. With more than half of the logits that
-    run at once (V of some 3,000 at 24 texts of 64 tokens) it takes as long as two.
-    """
-    rows, length = public.input_ids.shape
-    logits = (rows + len(candidates.input_ids)) * length * anatomy.vocab_size
-    if logits > token_parts.LOGITS_AT_ONCE // 2 or candidates.input_ids.shape[1] != length:
-        return None
-    batches, device = (public, candidates), anatomy.device
-    columns = zip(*((x.input_ids, labels_of(x), x.attention_mask) for x in batches), strict=True)
-    # Both have a mask; TokenBatch refuses one of another shape.
-    ids, labels, mask = (torch.cat([x.to(device) for x in c if x is not None]) for c in columns)
-    return TokenBatch(ids, labels, mask, "causal")
 
 
 def _maps_on_text(anatomy: Anatomy) -> list[row_space.LinearMap]:

@@ -191,7 +191,10 @@ class SubspaceMembership(PassiveMembership):
             _evidence(
                 shared,
                 self._whitenings,
-                [_remove_span(x, basis) for x, basis in zip(inputs_of_texts, bases, strict=True)],
+                [
+                    x - (x @ basis.T.to(x)) @ basis.to(x)
+                    for x, basis in zip(inputs_of_texts, bases, strict=True)
+                ],
                 # A causal text's last token is a label alone: no gradient depends on it.
                 tokens & before_last(tokens) if causal else tokens,
                 text,
@@ -233,12 +236,6 @@ class SubspaceMembership(PassiveMembership):
         rounding = max(torch.finfo(d).eps for d in dtypes)
         rows = row_space.SharedRows.stack(gradients, excluded, rounding=rounding, noise=noise)
         return None if len(excluded) and rows.is_noise else rows
-
-
-def _remove_span(states: Tensor, basis: Tensor) -> Tensor:
-    """Return states (G, L, d) without their part in the span of orthonormal rows (k, d)."""
-    basis = basis.to(states)
-    return states - (states @ basis.T) @ basis
 
 
 def _early_blocks(inputs: int) -> int:

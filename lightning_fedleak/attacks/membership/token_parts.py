@@ -167,15 +167,6 @@ class SideWhitening:
     axis: int
     sizes: Tensor
 
-    @classmethod
-    def from_moments(cls, inputs: Tensor, slopes: Tensor, axis: int) -> SideWhitening:
-        """Return the whitening for the :class:`Moments` of inputs, (d, d) or (d,), and slopes."""
-        squares = [m.diagonal() if m.dim() == 2 else m for m in (slopes, inputs)]
-        sizes = torch.outer(*(square.sqrt() for square in squares)).float()
-        if axis != 1:
-            sizes = sizes.T
-        return cls(whitening_matrix(inputs), whitening_matrix(slopes), axis, sizes)
-
     def whiten(self, gradient: Tensor) -> Tensor:
         """Return the whitened gradient (o, d) of the parameter."""
         g = gradient if self.axis == 1 else gradient.T
@@ -221,8 +212,12 @@ class Moments:
             if m.name in self._inputs:
                 scaled = self._inputs.pop(m.name), self._slopes.pop(m.name)
                 if all(bool(moment.any()) for moment, _ in scaled):
-                    x, slope = (moment.double() * size.double() ** 2 for moment, size in scaled)
-                    whitenings[m.name] = SideWhitening.from_moments(x, slope, m.axis)
+                    sides = [moment.double() * size.double() ** 2 for moment, size in scaled]
+                    x, slope = (s.diagonal() if s.dim() == 2 else s for s in sides)
+                    sizes = torch.outer(slope.sqrt(), x.sqrt()).float()
+                    inputs, slopes = map(whitening_matrix, sides)
+                    sizes = sizes if m.axis == 1 else sizes.T
+                    whitenings[m.name] = SideWhitening(inputs, slopes, m.axis, sizes)
         return whitenings
 
 
@@ -251,10 +246,6 @@ class PartFit:
     def squares(self) -> Tensor:
         """Return the squared norm (B, L) of each part; 0 for a token without a part."""
         return self.gram.diagonal(dim1=1, dim2=2)
-
-    def select(self, rows: slice) -> PartFit:
-        """Return the fit of some of the texts."""
-        return PartFit(self.products[rows], self.gram[rows])
 
 
 @dataclass(frozen=True)

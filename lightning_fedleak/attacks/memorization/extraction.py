@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_fedleak.attacks.base import Guess, Query, UnusableObservation
+from lightning_fedleak.attacks.base import Guess, Query
 from lightning_fedleak.attacks.memorization.scores import MemorizationAttack, _finite, released_part
 from lightning_fedleak.model import snapshots
 from lightning_fedleak.validate import check_integer
@@ -82,10 +82,6 @@ class Extraction(MemorizationAttack):
         hits = _window_sums(released.now.greedy.double(), released.now, self.tokens)
         # :meth:`extracted` decides on the log probabilities, which are NaN without a run.
         return ExtractionGuess(highest, base, (hits == self.tokens).any(1), ~highest.isnan())
-
-    def score(self, released: snapshots.ReleasedModel) -> Tensor:
-        """Return (N,) the highest log probability of a run of k tokens."""
-        return self._highest(released.now)
 
     def _highest(self, tokens: snapshots.TokenSnapshot) -> Tensor:
         """Return (N,) the highest log probability of a run of k tokens; NaN without a run."""
@@ -150,12 +146,6 @@ class Canaries(Extraction):
             (released.now.greedy | ~scored).all(1),
             labels.any(1),
         )
-
-    def score(self, released: snapshots.ReleasedModel) -> Tensor:
-        """Return (N,) the increase of the log probability of the last tokens over the base."""
-        guess = self.run(snapshots.Observation(released=released))
-        assert isinstance(guess, ExtractionGuess)
-        return guess.log_probs - guess.base_log_probs
 
     def config(self) -> dict[str, object]:
         """Return the number of last tokens that are scored."""
@@ -232,11 +222,3 @@ class Entities(MemorizationAttack):
         generator = torch.Generator().manual_seed(0)
         places = torch.rand(len(ties), generator=generator, dtype=torch.float64) * (ties + 1)
         return EntityGuess(1 + above + places.long(), snapshot.sizes, snapshot.greedy)
-
-    def score(self, released: snapshots.ReleasedModel) -> Tensor:
-        """Raise an error: a value has a rank, and no score without its candidates.
-
-        Raises:
-            UnusableObservation: always.
-        """
-        raise UnusableObservation("a value has a rank among its candidates, and no score alone")

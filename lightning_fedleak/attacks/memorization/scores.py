@@ -15,7 +15,6 @@ measure this difference instead of the training. If a random draw chose the non-
 difference is chance. With any other non-members, the comparison is invalid.
 """
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeVar
@@ -74,7 +73,7 @@ class MemorizationGuess(Guess):
 class MemorizationAttack(Attack):
     """An outsider who gets the trained model, has its public base, and holds candidate texts.
 
-    Subclasses implement :meth:`score`.
+    Subclasses implement :meth:`score`, or :meth:`run` if their guess is no score.
 
     Args:
         name: The name in the logs.
@@ -118,9 +117,9 @@ class MemorizationAttack(Attack):
         """
         return MemorizationGuess(self.score(_finite(view.released)))
 
-    @abstractmethod
     def score(self, released: ReleasedModel) -> Tensor:
         """Return (N,) one score for each text; higher is more likely a member."""
+        raise NotImplementedError(f"{type(self).__name__} must define score, or its own run")
 
 
 def released_part(answers: T | None, query: str) -> T:

@@ -206,7 +206,10 @@ def _position_directions(
     def states(ids: Tensor) -> Tensor:
         if norm is None:
             return linear_maps.input_rows(anatomy, known_input, ids).double()
-        return _states(anatomy, Place("", norm, "input"), ids)
+        run = stop_at(anatomy.model, Place("", norm, "input"))
+        with linear_maps.untraced(anatomy):
+            x: Tensor = run(**linear_maps.text_for(anatomy, ids))
+        return x.reshape(*ids.shape, -1).double()
 
     sums, position_inputs = states(probe), states(words[:1].expand(1, length))
     if mean is None:
@@ -263,14 +266,6 @@ class _Linear:
         if min(errors) <= tolerance:
             return cls(gain, errors[0] <= errors[1])
         raise NotAdditive(f"the input's norm ({type(norm).__name__}) is no LayerNorm or RMSNorm")
-
-
-def _states(anatomy: Anatomy, place: Place, ids: Tensor) -> Tensor:
-    """Return the hidden states (B, L, d) at a place in the model for short texts, float64."""
-    run = stop_at(anatomy.model, place)
-    with linear_maps.untraced(anatomy):
-        x: Tensor = run(**linear_maps.text_for(anatomy, ids))
-    return x.reshape(*ids.shape, -1).double()
 
 
 def norm_before(

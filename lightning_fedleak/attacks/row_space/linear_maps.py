@@ -149,7 +149,10 @@ def _factors(module: nn.Module, names: dict[int, str]) -> Iterator[LinearMap]:
                 continue
             is_parameter = isinstance(factors, nn.ParameterDict)
             inner: Any = factors._parameters.get(adapter) if is_parameter else factors[adapter]
-            dropouts = _dropouts(module, adapter)
+            adapters = module._modules.get("lora_dropout")
+            dropouts: tuple[nn.Module, ...] = ()
+            if isinstance(adapters, nn.ModuleDict) and adapter in adapters:
+                dropouts = (adapters[adapter],)
             if not is_parameter:
                 for linear in _weight_map(inner, module, factor, names):
                     yield replace(linear, dropouts=dropouts)
@@ -166,14 +169,6 @@ def adalora_factors(model: nn.Module) -> Iterator[nn.Parameter]:
             factors = module._modules.get(dict_name)
             if isinstance(factors, nn.ParameterDict):
                 yield from factors.parameters()
-
-
-def _dropouts(layer: nn.Module, adapter: str) -> tuple[nn.Module, ...]:
-    """Return the dropout of a PEFT layer's adapter, if it has one."""
-    adapters = layer._modules.get("lora_dropout")
-    if not isinstance(adapters, nn.ModuleDict) or adapter not in adapters:
-        return ()
-    return (adapters[adapter],)
 
 
 def dropout_variance(dropouts: Sequence[nn.Module]) -> float:
@@ -347,16 +342,12 @@ def lone_token_maps(anatomy: Anatomy, maps: Sequence[LinearMap]) -> frozenset[st
         plain = run(**text_for(anatomy, ids))
         visible = set()
         for key, layer in layers.items():
-            with layer.register_forward_hook(_change_output):
+            # The output of a norm after the changed output changes too.
+            with layer.register_forward_hook(lambda *call: call[-1].flip(-1) + 1):
                 changed = run(**text_for(anatomy, ids))
             if not torch.equal(plain, changed):
                 visible.add(key)
     return frozenset(m.name for m in maps if id(m.layer) in visible)
-
-
-def _change_output(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Return a changed output, such that the output of a norm after it changes too."""
-    return output.flip(-1) + 1
 
 
 def to_last_block(anatomy: Anatomy, model: nn.Module) -> Callable[..., Tensor]:

@@ -92,7 +92,9 @@ class EncoderSearch:
             certain.
         """
         pairs = self._pairs(limit).trimmed()
-        likely = self._single(pairs)  # the likeliest token at each position, as one text
+        # The likeliest token at each position as one text; -1 at positions without a pair.
+        scores = pairs.scores.masked_fill(~pairs.allowed, -torch.inf)
+        likely = self.bag[scores.argmax(1)].masked_fill(~pairs.allowed.any(1), -1).tolist()
         if not likely:
             return [], True, False
         # Several texts are sought only if precise rows allow several tokens at a position.
@@ -141,12 +143,6 @@ class EncoderSearch:
         return _Pairs(
             unit, chosen.view(len(ids), length).T, scores, result.residual, result.certified
         )
-
-    def _single(self, pairs: _Pairs) -> list[int]:
-        """Return the likeliest token at each position; -1 at positions without a pair."""
-        scores = pairs.scores.masked_fill(~pairs.allowed, -torch.inf)
-        tokens = self.bag[scores.argmax(1)].masked_fill(~pairs.allowed.any(1), -1)
-        return [int(token) for token in tokens]
 
     # ---- texts that share positions ---------------------------------------------------------
 

@@ -86,7 +86,7 @@ class RowSummary:
         # The norm of d standard normals is nearly normal around sqrt(d) with variance 1/2, and
         # -1.2816 is the 10% quantile of a standard normal.
         spread = 1 - 1.2816 / (2 * self.width) ** 0.5
-        low = _kth_smallest(self.norms, 1 + (len(self.norms) - 1) // 10)
+        low = self.norms.kthvalue(1 + (len(self.norms) - 1) // 10).values
         level: Tensor = low / (self.width**0.5 * max(spread, 0.1))
         return level
 
@@ -97,16 +97,6 @@ class RowSummary:
         """
         squares = self.norms.square()
         return torch.maximum(squares - self.width * noise * noise, 0.05 * squares).sqrt()
-
-
-def _kth_smallest(values: Tensor, k: int) -> Tensor:
-    """Return the k-th smallest of (n,) values without NaN, k from 1, as ().
-
-    NumPy's partition is several times as fast as ``kthvalue`` on the CPU.
-    """
-    if values.device.type != "cpu":
-        return values.kthvalue(k).values
-    return values.new_tensor(np.partition(values.detach().numpy(), k - 1)[k - 1])
 
 
 def projections(gradient: Tensor, u: Tensor) -> Tensor:

@@ -157,9 +157,12 @@ class BagOfWords(base.Attack):
         self._listed = {} if self._factors else _listed_tokens(anatomy)
         # A control has few listed tokens too, which proves nothing: their rows are exact by design.
         self.needs_control = not self._listed
-        if not self._factors:
-            are_tied = anatomy.parameter(EMBEDDING_WEIGHT) is anatomy.parameter(HEAD_WEIGHT)
-            base.refuse_tied(are_tied, self.name, "embedding")
+        is_tied = anatomy.parameter(EMBEDDING_WEIGHT) is anatomy.parameter(HEAD_WEIGHT)
+        if is_tied and not self._factors:
+            raise ValueError(
+                f"attack '{self.name}' reads the embedding's own gradient, and this model ties "
+                "head and embedding, so that their sum is shared: remove it. FlatChat reads the sum"
+            )
         return base.Surfaces(gradients=self._names)
 
     @property

@@ -16,7 +16,7 @@ its objective is a lower bound on the log-likelihood, which is tight for narrow 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,12 +33,10 @@ from lightning_fedleak.model.snapshots import whole_tensor
 from lightning_fedleak.validate import check_choice
 
 _Array = NDArray[np.float64]
-_Step = Callable[[_Array], _Array | None]
-"""An EM step: maps parameters to updated ones, or to None if a component is empty. The parameters
-are (5,): ``log(w1 / w0)``, both means, and both log variances."""
-
 _RESOLUTION = 128  # bins in one standard deviation of the narrow component, and per octave beyond
-_TOLERANCE = 1e-7  # largest change in a step (see _distance) at which EM has converged; not tuned
+_TOLERANCE = (
+    1e-7  # largest change in a step (see _Mixture.distance) at which EM has converged; not tuned
+)
 _MAX_STEPS = 3000  # EM steps of a fit; real row sums take some ten
 _START_VALUES = 8192  # values that the start is computed from; more cost time, not tuned
 _VARIANCE_FLOOR = 1e-20  # smallest variance of a component over the total one: float64 rounding
@@ -64,6 +62,19 @@ class _Mixture:
     def variance_ratio(self) -> float:
         """Return the variance of the wide component over that of the narrow one, at least 1."""
         return float(self.variances[1] / self.variances[0])
+
+    def scaled(self, centre: float, unit: float) -> "_Mixture":
+        """Return the mixture of ``(x - centre) / unit``, the narrow component first."""
+        order = self.variances.argsort(stable=True)
+        means, variances = (self.means - centre) / unit, self.variances / unit**2
+        return _Mixture(self.weights[order], means[order], variances[order])
+
+    def distance(self, before: "_Mixture") -> float:
+        """Return the largest change of log odds, means in standard deviations, log variances."""
+        odds = (self.weights / before.weights).log().diff()
+        means = (self.means - before.means) / before.variances.sqrt()
+        changes = torch.cat([odds, means, (self.variances / before.variances).log()])
+        return float(changes.abs().max())
 
 
 def tail_start(x: _Array, tail: float, floor: float = 0.0) -> _Mixture:
@@ -135,10 +146,15 @@ def fit_two_gaussians(
         unit = math.sqrt(max(float(mixture.variances[0]), floor))
         np.subtract(x, centre, out=scaled)
         scaled *= 1 / unit
-        step = _em_step(*_bin(scaled), floor / unit**2, regularization / unit**2)
-        theta, steps, converged = _converge(step, _pack(mixture, centre, unit), steps_left)
-        steps_left -= steps
-        mixture = _unpack(theta, centre, unit)
+        features, counts = map(torch.from_numpy, _bin(scaled))
+        current, converged = mixture.scaled(centre, unit), False
+        while steps_left and not converged:
+            steps_left -= 1
+            step = _em_step(features, counts, current, floor / unit**2, regularization / unit**2)
+            if step is None:
+                break
+            converged, current = step.distance(current) <= _TOLERANCE, step
+        mixture = current.scaled(-centre / unit, 1 / unit)
         if not converged or float(mixture.variances[0]) >= (_MIN_SHRINKAGE * unit) ** 2:
             break
     return mixture
@@ -167,76 +183,29 @@ def _bin(x: _Array) -> tuple[_Array, _Array]:
     return np.stack([np.ones_like(count), mean, mean_square]), count
 
 
-def _log_odds(theta: _Array) -> _Array:
-    """Return coefficients of 1, x and x**2 in the posterior log odds of the wide component."""
-    log_odds, m0, m1, log_v0, log_v1 = theta.tolist()
-    v0, v1 = math.exp(log_v0), math.exp(log_v1)
-    constant = log_odds - 0.5 * (log_v1 - log_v0 + m1 * m1 / v1 - m0 * m0 / v0)
-    return np.array([constant, m1 / v1 - m0 / v0, 0.5 / v0 - 0.5 / v1])
+def _em_step(
+    features: Tensor, counts: Tensor, mixture: _Mixture, floor: float, added: float
+) -> _Mixture | None:
+    """Return the mixture after one step of EM, or None if a component has no values.
 
-
-def _em_step(features: _Array, count: _Array, floor: float, added: float) -> _Step:
-    """Return the EM step for the (3, b) features and (b,) counts of :func:`_bin`.
-
-    The posterior log odds of the two components are a quadratic in x, so that a step is one
-    product for the odds, one exponential, and one product for the moments of each component.
-    Variances are at least ``floor``, and ``added`` is added to them.
+    Args:
+        features: (3, b) of the bins, from :func:`_bin`; squared distances from a mean are products
+            with them.
+        counts: (b,) of the bins.
+        mixture: the mixture before.
+        floor: smallest variance.
+        added: added to both variances.
     """
-    weighted = features * count
-
-    def step(theta: _Array) -> _Array | None:
-        odds = _log_odds(theta) @ features
-        ratio = np.exp(-np.abs(odds))  # of the two posteriors, below 1 so that it cannot overflow
-        larger, smaller = 1 / (1 + ratio), ratio / (1 + ratio)
-        wide = odds >= 0
-        n1, sum_1, squares_1 = (weighted @ np.where(wide, larger, smaller)).tolist()
-        n0, sum_0, squares_0 = (weighted @ np.where(wide, smaller, larger)).tolist()
-        if not (n0 > 1e-9 and n1 > 1e-9):  # a component without values; also if one is NaN
-            return None
-        m0, m1 = sum_0 / n0, sum_1 / n1
-        v0 = max(squares_0 / n0 - m0 * m0, floor) + added
-        v1 = max(squares_1 / n1 - m1 * m1, floor) + added
-        return np.array([math.log(n1 / n0), m0, m1, math.log(v0), math.log(v1)])
-
-    return step
-
-
-def _converge(step: _Step, theta: _Array, max_steps: int) -> tuple[_Array, int, bool]:
-    """Run EM; return the last parameters, the number of steps, and whether it converged."""
-    for n in range(max_steps):
-        latest = step(theta)
-        if latest is None:
-            return theta, n, False
-        change, theta = _distance(theta, latest), latest
-        if change <= _TOLERANCE:
-            return theta, n + 1, True
-    return theta, max_steps, False
-
-
-def _distance(before: _Array, after: _Array) -> float:
-    """Return the largest change of log odds, means in standard deviations, and log variances."""
-    means, log_variances = slice(1, 3), slice(3, 5)
-    change = np.abs(after - before)
-    change[means] *= np.exp(-0.5 * before[log_variances])
-    return float(change.max())
-
-
-def _pack(mixture: _Mixture, centre: float, unit: float) -> _Array:
-    """Return the parameters of a :data:`_Step` for values ``(x - centre) / unit``."""
-    w0, w1 = mixture.weights.tolist()
-    m0, m1 = ((mixture.means - centre) / unit).tolist()
-    v0, v1 = (mixture.variances / unit**2).tolist()
-    return np.array([math.log(w1 / w0), m0, m1, math.log(v0), math.log(v1)])
-
-
-def _unpack(theta: _Array, centre: float, unit: float) -> _Mixture:
-    """Return the mixture whose :func:`_pack` these parameters are, the narrow component first."""
-    log_odds, m0, m1, log_v0, log_v1 = theta.tolist()
-    weights = _tensor([-log_odds, log_odds]).sigmoid()
-    means = _tensor([m0, m1]) * unit + centre
-    variances = _tensor([log_v0, log_v1]).exp() * unit**2
-    order = [0, 1] if log_v0 <= log_v1 else [1, 0]
-    return _Mixture(weights[order], means[order], variances[order])
+    m, v = mixture.means, mixture.variances
+    squares = torch.stack([m.square(), -2 * m, torch.ones_like(m)], 1) @ features
+    logs = mixture.weights.log() - v.log() / 2
+    shares = (logs[:, None] - squares / (2 * v[:, None])).softmax(0) * counts
+    n, sums, sums_of_squares = features @ shares.T
+    if not bool(n.min() > 1e-9):  # also if one is NaN
+        return None
+    means = sums / n
+    variances = (sums_of_squares / n - means.square()).clamp_min(floor) + added
+    return _Mixture(n / n.sum(), means, variances)
 
 
 Scorer = Literal["gmm", "abs"]

@@ -109,14 +109,11 @@ class LogitMap:
         for candidate in cls._candidates(model, x, y):  # most models have the first
             tried.append((float((candidate(x) - y).abs().max()), candidate))
             if tried[-1][0] <= strict:
-                return candidate._in_single_precision()
+                return candidate
         for error, candidate in tried:
             if error <= loose:
-                return candidate._in_single_precision()
+                return candidate
         raise ValueError("the logits are no scale, shift or softcap of the head's: use FlatChat")
-
-    def _in_single_precision(self) -> LogitMap:
-        return replace(self, shift=None if self.shift is None else self.shift.float())
 
     @classmethod
     def _candidates(cls, model: nn.Module, x: Tensor, y: Tensor) -> Iterator[LogitMap]:
@@ -133,12 +130,12 @@ class LogitMap:
         if len(x) >= 4:
             # Fitted to every second row; the other rows check it.
             mean, level = x[::2].mean(0), y[::2].mean(0)
-            yield cls(shift=level - mean)
+            yield cls(shift=(level - mean).float())
             deviation = x[::2] - mean
             squares = float(deviation.square().sum())
             if squares > 0:
                 scale = float((deviation * (y[::2] - level)).sum()) / squares
-                yield cls(scale, level - scale * mean)
+                yield cls(scale, (level - scale * mean).float())
 
 
 PLAIN = LogitMap()  # the identity: logits are the head's product

@@ -336,29 +336,6 @@ def test_wide_maps_are_whitened_number_by_number(monkeypatch: pytest.MonkeyPatch
     assert float(guess.scores[:ROWS].min()) > float(guess.scores[ROWS:].max())
 
 
-@pytest.mark.parametrize("family", [llama, lora])
-def test_public_texts_run_with_those_of_the_query_give_the_scores_of_two_runs(family, monkeypatch):
-    inside, others = texts(ROWS, LENGTH), texts(ROWS, LENGTH)
-    query, both = torch.cat([inside, others]), prepared(ready(family()))
-    runs: list[int] = []
-    map_token_parts = token_parts.map_token_parts
-
-    def counted(anatomy: Anatomy, maps: Any, batch: TokenBatch, function: Any) -> list[Any]:
-        runs.append(len(batch.input_ids))
-        return map_token_parts(anatomy, maps, batch, function)
-
-    monkeypatch.setattr(token_parts, "map_token_parts", counted)
-    together = asked_of(*both, inside, query)
-    public = both[1].controls
-    assert runs == [len(query) + public]
-    logits = runs.pop() * LENGTH * both[0].vocab_size
-    monkeypatch.setattr(token_parts, "LOGITS_AT_ONCE", logits - 1)
-    apart = asked_of(*both, inside, query)
-    assert runs == [public, len(query)]
-    torch.testing.assert_close(together.scores, apart.scores, rtol=1e-4, atol=1e-6)
-    assert torch.equal(together.members, apart.members)
-
-
 def test_blocks_are_spread_where_there_is_no_memory_for_all(monkeypatch) -> None:
     model = lora()
     anatomy = find_anatomy(model)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.defenses.planted import inserted
-from benchmarks.papers.lemma import retrieval_error
+from benchmarks.papers.baselines import PublishedAttention, coordinates, lemma_gamma
 from lightning_fedleak.attacks.base import Query, RunFacts, UnusableObservation
 from lightning_fedleak.attacks.membership.attention import (
     WIDTHS,
@@ -25,12 +25,10 @@ from lightning_fedleak.attacks.membership.attention import (
     AttentionSettings,
 )
 from lightning_fedleak.attacks.membership.attention_layers import (
-    Calibration,
     PublicStates,
-    _PublicScores,
     attentions,
     expected_response,
-    lemma_gamma,
+    false_positive_rate,
 )
 from lightning_fedleak.attacks.membership.base import (
     CRAFTED,
@@ -49,9 +47,6 @@ from tests.games.crafted import craft
 from tests.helpers import models
 
 # AttentionMembership against autograd, Algorithm 1 as written, brute force; and on real models.
-
-
-PUBLISHED = AttentionSettings(beta="authors", whiten=False, score="coordinates")
 
 
 def separation(hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -76,6 +71,8 @@ def separation(hidden: torch.Tensor, mask: torch.Tensor | None = None) -> torch.
 
 def attention(layer, public=None, **arguments):
     """An attack whose rare settings and constants may stand among its arguments."""
+    if arguments.pop("published", False):
+        return PublishedAttention(layer, public, **arguments)
     constants = {"refresh_every", "false_positive_rate"} & arguments.keys()
     values = {name: arguments.pop(name) for name in constants}
     names = {field.name for field in fields(AttentionSettings)} & arguments.keys()
@@ -99,15 +96,15 @@ def normal(*shape, seed=0):
 
 def built(whitening=None, gamma=0.7, **given):
     """Return an attack that decides at ``gamma``, as if it had been calibrated to it."""
-    if given.get("score") == "coordinates":
-        attack = attention(1, [[1, 2]], gamma="lemma", **given)
-        attack._calibration = Calibration(whitening, torch.tensor([gamma]), 0)
+    if given.get("published"):
+        attack = attention(1, [[1, 2]], published=True)
+        attack.ladder, attack._level = torch.tensor([gamma]), 0
+        attack.factor, attack.d = given.get("beta", 0.3), given.get("d", 3)
     else:
         width = round(1 - gamma, 12)
         given["widths"] = (*given.get("widths", WIDTHS), width)
         attack = attention(1, [[1, 2]], **given)
-        attack._calibration = Calibration(whitening, torch.zeros(0), attack.widths.index(width))
-    attack._d = None if whitening is None else len(whitening.mean)
+        attack._whitening, attack._level = whitening, attack.widths.index(width)
     return attack
 
 
@@ -117,15 +114,15 @@ def games(draw):
     seed = draw(st.integers(0, 2**20))
     b, length, d = draw(st.integers(1, 4)), draw(st.integers(1, 7)), draw(st.integers(2, 9))
     g = draw(st.integers(1, 4))
-    score = draw(st.sampled_from(["band", "coordinates"]))
+    published = draw(st.booleans())
     whitening = None
     if draw(st.booleans()):
         whitening = fit_whitening(normal(12 * d, d, seed=seed) @ normal(d, d, seed=seed) + 1)
     attack = built(
         whitening,
-        score=score,
+        **({"published": True, "d": d} if published else {}),
         gamma=draw(st.sampled_from([0.05, 0.3, 0.9])),
-        beta=draw(st.sampled_from(["authors", 0.1, 1.0, 5.0])),
+        beta=draw(st.sampled_from([0.1, 1.0, 5.0])),
         widths=draw(st.sampled_from([WIDTHS, (0.4,)])),
     )
     hidden = 2 * normal(b, length, d, seed=seed)
@@ -160,7 +157,7 @@ def test_the_expected_response_is_the_one_in_the_targets_sentence(length, d, see
     expected = expected_response(x, mask, positions, 0.7)
     for g, position in enumerate(positions.tolist()):
         (alone,) = attentions(x[g][None], mask[g][None], x[g, position][None], 0.7)
-        _, _, responses = alone.coordinates()
+        _, _, responses = coordinates(alone)
         response = responses[alone.places.tolist().index(position)]
         torch.testing.assert_close(expected[g], response, rtol=1e-9, atol=1e-12)
 
@@ -185,7 +182,7 @@ def algorithm_one(v, beta, generator):
 @given(st.integers(1, 3), st.integers(1, 6), st.integers(2, 10), st.integers(0, 999))
 def test_the_layers_compute_what_algorithm_1_does(b, length, d, seed):
     x, beta = normal(b, length, d, seed=seed), 0.9
-    attack = built(score="coordinates", gamma=0.25, beta=beta)
+    attack = built(published=True, gamma=0.25, beta=beta, d=d)
     target = attack.embed(x, Query(torch.zeros(b, length)))[0]
     queries, keys, output = algorithm_one(target, beta, generator(seed))
     heads = [((x @ q.T) @ (x @ k.T).mT).softmax(-1) @ x for q, k in zip(queries, keys, strict=True)]
@@ -231,7 +228,7 @@ def test_the_last_token_is_asked_for():
     x = normal(3, 6, 5)
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [0] * 3 + [1] * 3])
     query = Query(mask, mask)
-    attack = built(score="coordinates")
+    attack = built(published=True)
     assert torch.equal(attack.embed(x, query), x[torch.arange(3), torch.tensor([5, 3, 5])])
 
 
@@ -244,7 +241,7 @@ def test_the_lemmas_gamma_is_twice_its_retrieval_error(sentences, length, beta, 
     longest = int(mask.sum(1).max())
     largest = float(hidden[mask].norm(dim=1).max())
     apart = float(separation(hidden, mask).min())
-    exact = 2 * float(retrieval_error(beta, longest, apart, largest))
+    exact = 4 * largest * (longest - 1) * math.exp(2 / longest - beta * apart)
     assert lemma_gamma(PublicStates(hidden, mask), beta) == pytest.approx(exact, rel=1e-9)
 
 
@@ -253,8 +250,7 @@ def test_a_gamma_that_overflows_never_fires():
     hidden[:, 1] = 2 * hidden[:, 0]
     states = PublicStates(hidden, torch.ones(2, 3, dtype=torch.bool))
     assert lemma_gamma(states, 1.0) == math.inf
-    attack = attention(1, [[1, 2]], whiten=False, gamma="lemma", score="coordinates")
-    attack._calibration, attack._d = Calibration(None, torch.tensor([math.inf]), level=0), 4
+    attack = built(published=True, gamma=math.inf, d=4)
     targets = attack.embed(hidden, Query(torch.zeros(2, 3)))
     assert not attack.gradient(targets, hidden, None, normal(2, 3)).any()
     assert not by_autograd(attack, targets, hidden, None, normal(2, 3)).any()
@@ -264,30 +260,26 @@ def test_a_gamma_that_overflows_never_fires():
 def test_the_public_rate_is_that_of_all_batches(targets, sentences, batch, seed):
     without = torch.rand(targets, sentences, generator=generator(seed))
     without[0, :2] = -torch.inf
-    scores = _PublicScores(without, torch.ones(targets))
     hits = []
     for row in without:
         retained = row[row > -torch.inf].tolist()
         batches = list(itertools.combinations(retained, min(batch, len(retained))))
         hits.append(sum(max(b) > 0.6 for b in batches) / len(batches))
     exact = sum(hits) / len(hits)
-    assert scores.false_positive_rate(0.6, batch) == pytest.approx(exact, abs=1e-9)
+    assert false_positive_rate(without, 0.6, batch) == pytest.approx(exact, abs=1e-9)
 
 
 def test_noise_alone_is_taken_for_a_member_at_the_stated_rate():
-    for score in ("band", "coordinates"):
-        attack = built(score=score, gamma=0.4, false_positive_rate=0.05)
-        attack._d = 3
-        noise = 0.2 * torch.randn(40_000, attack.rungs, generator=generator(1))
-        rate = float(attack.guess(noise, 0.2).members.float().mean())
-        assert rate == pytest.approx(0.05, abs=0.006), score
+    attack = built(gamma=0.4, false_positive_rate=0.05)
+    noise = 0.2 * torch.randn(40_000, attack.rungs, generator=generator(1))
+    rate = float(attack.guess(noise, 0.2).members.float().mean())
+    assert rate == pytest.approx(0.05, abs=0.006)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("score", ["band", "coordinates"])
-def test_gradients_that_are_not_finite_are_refused(value, score):
-    attack = built(score=score)
-    attack._d = 3
+@pytest.mark.parametrize("published", [False, True])
+def test_gradients_that_are_not_finite_are_refused(value, published):
+    attack = built(published=published) if published else built()
     gradient = torch.zeros(2, attack.rungs)
     gradient[1, 0] = value
     with pytest.raises(UnusableObservation, match="not finite"):
@@ -315,9 +307,9 @@ def public():
     ("make", "given"),
     [
         (models.tiny_bert_mlm, {}),
-        (models.tiny_gpt2, {"score": "coordinates"}),
+        (models.tiny_gpt2, {"published": True}),
         (models.tiny_llama, {}),
-        (models.tiny_llama, {"gamma": "lemma", "score": "coordinates"}),
+        (models.tiny_llama, {"gamma": "lemma", "published": True}),
     ],
 )
 def test_prepare_serves_every_kind_of_model_and_leaves_no_trace(make, given, public):
@@ -330,20 +322,15 @@ def test_prepare_serves_every_kind_of_model_and_leaves_no_trace(make, given, pub
     again.prepare(anatomy)
     assert torch.equal(torch.get_rng_state(), rng)
     assert all(torch.equal(before[k], v) for k, v in anatomy.model.state_dict().items())
-    state = attack.state_dict()
-    assert all(isinstance(v, torch.Tensor) for v in state.values())
-    for name, tensor in again.state_dict().items():
-        assert torch.equal(tensor.nan_to_num(), state[name].nan_to_num()), name
-    other = attention(1, public, batch=20, **given)
-    other.load_state_dict({k: v.clone() for k, v in state.items()})
+    assert not attack.state_dict()  # prepare calibrates again after a resume
     texts = torch.randint(5, models.VOCAB, (6, 12), generator=generator(7))
     hidden = hidden_states(anatomy, 1, texts)
     targets = attack.embed(hidden[:3], Query(texts[:3]))
     upstream = torch.randn(6, 12, generator=generator(8))
-    gradients = [a.gradient(targets, hidden, None, upstream) for a in (attack, other)]
+    gradients = [a.gradient(targets, hidden, None, upstream) for a in (attack, again)]
     assert gradients[0].shape == (6, 3, attack.rungs)
     assert torch.equal(*gradients)
-    guesses = [a.guess(g.sum(0)) for a, g in zip((attack, other), gradients, strict=True)]
+    guesses = [a.guess(g.sum(0)) for a, g in zip((attack, again), gradients, strict=True)]
     assert torch.equal(guesses[0].members, guesses[1].members)
 
 
@@ -370,7 +357,7 @@ def test_no_wider_band_decides_than_a_member_needs(public):
     for arguments, width in (({}, 0.1), ({"widths": (0.3, 0.5)}, 0.3)):
         attack = attention(1, public, batch=20, false_positive_rate=0.999, **arguments)
         attack.prepare(anatomy)
-        assert attack.widths[attack._calibration.level] == width
+        assert attack.widths[attack._level] == width
 
 
 def test_where_batches_are_replaced_bands_reach_far_below_a_members_own_response(public):
@@ -415,47 +402,19 @@ def test_where_batches_are_replaced_beta_is_smaller_unless_it_was_given(public):
             assert attack.beta == replaced
             expect(attack, defended=defended)
             assert attack.beta == plain
-    published = AttentionMembership(1, public, attention=PUBLISHED)
-    expect(published, defended=False, replaced=True)
-    assert published.beta == "authors"
 
 
 def test_refresh_waits_and_follows(public):
     attack = attention(1, public, batch=20, refresh_every=10)
     attack.prepare(find_anatomy(models.tiny_gpt2()))
-    before = attack.state_dict()
+    before = attack._whitening.mean
     moved = find_anatomy(models.tiny_gpt2(seed=1))
     attack.refresh(moved, 9)
-    assert torch.equal(attack.state_dict()["whitening.mean"], before["whitening.mean"])
+    assert torch.equal(attack._whitening.mean, before)
     attack.refresh(moved, 10)
-    assert not torch.equal(attack.state_dict()["whitening.mean"], before["whitening.mean"])
-    assert int(attack.state_dict()["prepared_at"]) == 10
+    assert not torch.equal(attack._whitening.mean, before)
     attack.refresh(find_anatomy(models.tiny_gpt2()), 3)  # of another fit
-    assert torch.equal(attack.state_dict()["whitening.mean"], before["whitening.mean"])
-    assert int(attack.state_dict()["prepared_at"]) == 3
-
-
-def test_state_of_other_settings_is_refused(public):
-    attack = attention(1, public, batch=20)
-    attack.prepare(find_anatomy(models.tiny_gpt2()))
-    state = attack.state_dict()
-    texts = [row.tolist() for row in public.sentences]
-    attention(1, texts, batch=20).load_state_dict(state)
-    texts[3][2] += 1
-    for other in (
-        attention(1, public, batch=20, whiten=False),
-        attention(1, public, batch=20, score="coordinates"),
-        attention(1, public, batch=20, refresh_every=7),
-        attention(2, public, batch=20),
-        attention(1, texts, batch=20),
-        attention(1, "sampled", batch=20),
-    ):
-        with pytest.raises(ValueError, match="the state is of other settings"):
-            other.load_state_dict(state)
-        assert other.config() != attack.config()  # by which a monitor sees it
-    del state["fingerprint"]
-    with pytest.raises(ValueError, match="the state is of other settings"):
-        attention(1, public, batch=20).load_state_dict(state)
+    assert torch.equal(attack._whitening.mean, before)
 
 
 def few(n, tokens=12):
@@ -709,12 +668,9 @@ def test_run_reads_the_newest_crafted_gradient_and_its_noise():
         (lambda: attention(-1, [[1, 2]]), "layer"),
         (lambda: attention(1, [[1, 2]], beta=0.0), "beta"),
         (lambda: attention(1, [[1, 2]], beta=math.nan), "beta"),
-        (lambda: attention(1, [[1, 2]], gamma="high"), "gamma"),
-        (lambda: attention(1, [[1, 2]], score="norm"), "score"),
         (lambda: attention(1, [[1, 2]], widths=(0.0, 0.5)), "widths"),
         (lambda: attention(1, [[1, 2]], widths=()), "widths"),
         (lambda: attention(1, [[1, 2]], batch=0), "batch"),
-        (lambda: attention(1, [[1, 2]], score="band", gamma="lemma"), "one threshold"),
         (
             lambda: attention(1, few(2, 5)).prepare(find_anatomy(models.tiny_gpt2())),
             "cannot whiten 16 dimensions",

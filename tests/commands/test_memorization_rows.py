@@ -264,9 +264,10 @@ def test_references_are_trained_as_the_run_was(released: Any, tmp_path: Path) ->
     _, text = command(folder, head, out=tmp_path / "out.json", **facts)
     assert "at a constant rate of 0.005" in " ".join(text.split())
     attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
-    beyond = attacks["beyond_references" + "_short" * (head == "row")]
+    beyond = attacks["combined_reference" + "_short" * (head == "row")]
     assert beyond["auc"] > 0.7 or head != "token"
-    assert beyond["auc_high"] > 0.5
+    assert beyond["weak_reference"]  # each is trained on 150 rows, and the model on 200
+    assert beyond["auc_high"] is None
 
 
 def test_models_are_queried_in_the_type_that_is_asked_for() -> None:

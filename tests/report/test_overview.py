@@ -49,7 +49,7 @@ def test_the_sentence_says_what_was_read_alike_on_the_page_and_in_the_json(tmp_p
     found = found_in(tmp_path, lines, [begin(attacks=PAIR), end(4)])
     sentence = (
         "If gradients are shared, one update lets the server name most of a batch's distinct "
-        "tokens and tell whether a given text was in a batch better than by guessing."
+        "tokens and tell better than by guessing whether a given text was in a batch."
     )
     assert found.verdict.sentence == sentence
     assert as_json(found)["overviews"][0]["sentence"] == sentence
@@ -118,10 +118,20 @@ def test_a_share_is_never_rounded_up(tmp_path, recall, share):
 @pytest.mark.parametrize(
     ("family", "value", "low", "words"),
     [
-        ("membership", 1.0, 0.96, "text was in a batch almost every time"),
-        ("membership", 1.0, 0.8, "text was in a batch often"),
-        ("membership", 1.0, 0.55, "text was in a batch better than by guessing"),  # as few games
-        ("membership", 0.61, 0.501, "text was in a batch better than by guessing"),
+        ("membership", 1.0, 0.96, "tell almost every time whether a given text was in a batch"),
+        ("membership", 1.0, 0.8, "tell often whether a given text was in a batch"),
+        (
+            "membership",
+            1.0,
+            0.55,
+            "tell better than by guessing whether a given text was in a batch",
+        ),  # as few games
+        (
+            "membership",
+            0.61,
+            0.501,
+            "tell better than by guessing whether a given text was in a batch",
+        ),
         ("words", 1.0, 0.92, "name almost all of a batch's distinct tokens"),
         ("words", 1.0, 0.89, "name most of a batch's distinct tokens"),
         ("texts", 0.9, 0.2, "write down some of a text"),
@@ -261,7 +271,7 @@ def test_the_knee_is_said_in_words(tmp_path):
     lines = [result(s, "combined", "released", auc=(v, v - 0.09, 1.0)) for s, v in enumerate(aucs)]
     record = [begin(attacks=[about("combined", "memorization")]), *looks, end(3)]
     found = found_in(tmp_path, lines, record)
-    assert found.verdict.sentence == ("The trained model tells who was in its training data often.")
+    assert found.verdict.sentence == ("The trained model tells often who was in its training data.")
     knee = (
         "Stopping at step 1, the best val_loss, would have left an AUC of 0.70 instead of "
         "0.90: later steps did not improve val_loss."

@@ -65,6 +65,10 @@ USED_UP = (
     "held-out rows, which are used up. Hold out rows of a new draw, and train on the rest."
 )
 UNKNOWN = "Membership is UNKNOWN: members and others are not exchangeable, or are used up."
+OF_ONE_FORM = (
+    "If the rows are one form, filled in, give rows of input_ids and labels, with -100 at the "
+    "tokens of the form, so that only what was filled in is compared"
+)
 _PARTS: tuple[Part, ...] = ("long", "short", "prompts")  # the pools, in the order of HEADLINES
 _TEXTS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"  # by pool
 
@@ -382,6 +386,8 @@ def find_parts(pool: Pool, members: Mapping[int, Text]) -> tuple[list[Part], dic
         except ValueError as error:
             why = f"{error} ({part}, without {excluded} and {pool.repeated} that repeat others "
             why += f"{REPEATS})"
+            if pool.repeated > len(members):
+                why += f". {OF_ONE_FORM}"
             failures.append(ValueError(why))
             if n:
                 sentence = f"The leakage of {n} members with {words} is UNKNOWN: {why}."

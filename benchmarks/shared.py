@@ -114,7 +114,8 @@ def read_texts(name: str) -> list[str]:
 
 def shuffled_texts(name: str) -> list[str]:
     """Return the different texts of a set or a file, in one random order."""
-    texts = list(dict.fromkeys(t.replace("<br />", " ") for t in finetuning_texts(name)))
+    read = read_texts if name in NAMED else finetuning_texts
+    texts = list(dict.fromkeys(t.replace("<br />", " ") for t in read(name)))
     return [texts[i] for i in np.random.default_rng(0).permutation(len(texts))]
 
 

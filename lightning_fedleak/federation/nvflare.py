@@ -178,6 +178,11 @@ class FedLeakFilter(Filter):  # type: ignore[misc, unused-ignore]
                 mend="put NVFlare's encryption filter after this one and set "
                 "FedLeakFilter(secure_aggregation=True)",
             )
+            self.log_warning(
+                fl_ctx,
+                f"FedLeakFilter: {site} has a ClientDP and sends a weight of 1 and no metrics: "
+                "give all sites a ClientDP, else no metrics are averaged, and others weigh more",
+            )
         self._outgoing = federation.OutgoingUpdates(
             observer,
             _make_gates(self.gates),

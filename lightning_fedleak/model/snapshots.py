@@ -255,6 +255,11 @@ class TokenSnapshot(NamedTuple):
         """Return the snapshot with zeros outside of some positions, (N, L) bool."""
         return TokenSnapshot(*(value.masked_fill(~places, 0) for value in self))
 
+    def padded(self, width: int) -> TokenSnapshot:
+        """Return the snapshot with zeros at the end, (N, width)."""
+        more = 0, width - self.labels.shape[1]
+        return TokenSnapshot(*(functional.pad(value, more) for value in self))
+
     def mean_log_probs(self) -> Tensor:
         """Return (N,) minus the loss of each text; NaN for a text without label tokens."""
         return (self.log_probs * self.labels).double().sum(1) / self.labels.sum(1)
@@ -276,6 +281,13 @@ class References:
     def unseen(cls, answer: TokenSnapshot) -> References:
         """Return one model that was trained on none of the texts."""
         return cls((answer,), torch.zeros(1, len(answer.labels), dtype=torch.bool))
+
+    def beside(self, others: References | None) -> References:
+        """Return these models and, if there are any, others that answered the same texts."""
+        if others is None:
+            return self
+        inside = torch.cat([self.inside, others.inside])
+        return References([*self.answers, *others.answers], inside)
 
     def rows(self, index: Tensor) -> References:
         """Return the answers about some of the texts, given as (n,) indices or (N,) bool."""

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, BertModel
 
 from lightning_fedleak.attacks.memorization import Combined, LossRatio, PromptRatio, ShortAnswers
+from lightning_fedleak.cli.commands.memorization import find_parts
 from lightning_fedleak.cli.commands.verdicts import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
@@ -22,6 +23,7 @@ from lightning_fedleak.cli.studies.models import (
     query_texts,
 )
 from lightning_fedleak.engine import Memorization
+from lightning_fedleak.engine.channels.released.pool import Pool
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.record_list import used_up_mark
 from lightning_fedleak.model.taps import Text
@@ -264,9 +266,10 @@ def test_references_are_trained_as_the_run_was(released: Any, tmp_path: Path) ->
     _, text = command(folder, head, out=tmp_path / "out.json", **facts)
     assert "at a constant rate of 0.005" in " ".join(text.split())
     attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
-    beyond = attacks["beyond_references" + "_short" * (head == "row")]
+    beyond = attacks["combined_reference" + "_short" * (head == "row")]
     assert beyond["auc"] > 0.7 or head != "token"
-    assert beyond["auc_high"] > 0.5
+    assert beyond["weak_reference"]  # each is trained on 150 rows, and the model on 200
+    assert beyond["auc_high"] is None
 
 
 def test_models_are_queried_in_the_type_that_is_asked_for() -> None:
@@ -309,3 +312,24 @@ def test_a_base_without_a_head_makes_all_classes_equally_likely(
     (tmp_path / "config.json").write_text((folder / "model" / "config.json").read_text())
     with pytest.raises(WrongModel, match="lacks"):
         log_probs_before_and_after([Text(row, label)], tmp_path, folder / "base")
+
+
+def filled_in(values: torch.Tensor, masked: bool) -> Text:
+    """Return a message of one form: six times nine tokens of the form, and two filled in."""
+    form = torch.arange(54).view(6, 9)
+    ids = torch.cat([form, values.view(6, 2)], 1)
+    labels = torch.cat([torch.full_like(form, -100) if masked else form, values.view(6, 2)], 1)
+    return Text(ids.flatten(), labels.flatten())
+
+
+def test_rows_of_one_form_are_compared_as_the_refusal_says() -> None:
+    values = torch.randint(60, 100, (200, 12), generator=torch.Generator().manual_seed(0))
+    pools = []
+    for masked in (False, True):
+        sides = [[filled_in(row, masked) for row in side] for side in values.view(2, 100, 12)]
+        pools.append(Pool.of_sides(*sides, [*range(100)]))
+    with pytest.raises(ValueError, match="labels, with -100 at the tokens of the form"):
+        find_parts(pools[0], dict(enumerate(filled_in(row, False) for row in values[:100])))
+    assert find_parts(pools[1], dict(enumerate(pools[1].texts[:100])))[0][0] == "long"
+    assert int(pools[1].trains.sum()) == 100
+    assert pools[1].repeated == 0

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("flwr")
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -300,8 +301,8 @@ def test_a_failed_client_stays_failed(tmp_path):
 def test_a_client_with_noise_of_its_own_says_what_others_need(tmp_path):
     """Flower's strategies end a run whose replies have different metrics."""
     own = FedLeakMod(ForClient(tmp_path), dp=lambda where: private(tmp_path, trust="local"))
-    with pytest.warns(UserWarning, match="give all clients a ClientDP"):
-        own(message(), context(), train)
+    with pytest.warns(UserWarning, match=r"client 4 has a ClientDP .* give all clients a ClientDP"):
+        own(message(), context(4), train)
 
 
 # ---- the server ---------------------------------------------------------------------------------
@@ -345,6 +346,24 @@ def test_a_watched_strategy_gives_the_same_model(tmp_path):
     outcome = [(x["client"], x["stage"]) for x in lines(tmp_path)]
     assert outcome == [(0, "shared"), (1, "shared"), (2, "shared"), ("sum", "aggregate")]
     assert all(x["unknown"] for x in lines(tmp_path))
+
+
+def test_which_clients_send_other_metrics_is_said_before_flower_ends_the_run(tmp_path, caplog):
+    """The clients of nodes 100 and 102 have a ClientDP whose noise they add, the third has none."""
+    own = FedLeakMod(ForClient(tmp_path), dp=lambda where: private(tmp_path, trust="local"))
+    plain = FedLeakMod(ForClient(tmp_path))
+
+    def mixed(asked, where):
+        return (plain if asked.metadata.dst_node_id == 101 else own)(asked, where, train)
+
+    strategy = Observed(FedAvg(), observer(tmp_path / "server", side="server"))
+    with pytest.raises(InconsistentMessageReplies):
+        a_round(strategy, by=mixed)
+    assert "round 1: nodes [100, 102] send a weight as their only metric" in caplog.text
+    assert "and nodes [101] do not" in caplog.text
+    caplog.clear()
+    a_round(strategy)
+    assert "their only metric" not in caplog.text
 
 
 def test_a_client_that_sends_nan_ends_no_federation(tmp_path):

@@ -217,9 +217,10 @@ def test_a_result_of_no_known_task_does_not_leave(site):
 # ---- differential privacy by the client ---------------------------------------------------------
 
 
-def test_a_client_s_own_noise_is_on_every_reply_and_in_its_account(site, tmp_path):
+def test_a_client_s_own_noise_is_on_every_reply_and_in_its_account(site, tmp_path, caplog):
     """The law of what leaves: the clipped update, or zero, with noise of std 2 * clip * z."""
     one = site([GATE], dp=f"{PATH}local_dp")
+    assert "site-1 has a ClientDP and sends a weight of 1 and no metrics" in caplog.text
     sent = trained_state(model())
 
     def crash(net, data):

@@ -49,7 +49,7 @@ def test_the_sentence_says_what_was_read_alike_on_the_page_and_in_the_json(tmp_p
     found = found_in(tmp_path, lines, [begin(attacks=PAIR), end(4)])
     sentence = (
         "If gradients are shared, one update lets the server name most of a batch's distinct "
-        "tokens and tell whether a given text was in a batch better than by guessing."
+        "tokens and tell better than by guessing whether a given text was in a batch."
     )
     assert found.verdict.sentence == sentence
     assert as_json(found)["overviews"][0]["sentence"] == sentence
@@ -115,13 +115,16 @@ def test_a_share_is_never_rounded_up(tmp_path, recall, share):
     assert f"{share.capitalize()} found, 96% of what was named" in reading_of(found, "words").note
 
 
+GIVEN = "whether a given text was in a batch"
+
+
 @pytest.mark.parametrize(
     ("family", "value", "low", "words"),
     [
-        ("membership", 1.0, 0.96, "text was in a batch almost every time"),
-        ("membership", 1.0, 0.8, "text was in a batch often"),
-        ("membership", 1.0, 0.55, "text was in a batch better than by guessing"),  # as few games
-        ("membership", 0.61, 0.501, "text was in a batch better than by guessing"),
+        ("membership", 1.0, 0.96, f"tell almost every time {GIVEN}"),
+        ("membership", 1.0, 0.8, f"tell often {GIVEN}"),
+        ("membership", 1.0, 0.55, f"tell better than by guessing {GIVEN}"),  # as few games
+        ("membership", 0.61, 0.501, f"tell better than by guessing {GIVEN}"),
         ("words", 1.0, 0.92, "name almost all of a batch's distinct tokens"),
         ("words", 1.0, 0.89, "name most of a batch's distinct tokens"),
         ("texts", 0.9, 0.2, "write down some of a text"),
@@ -261,7 +264,7 @@ def test_the_knee_is_said_in_words(tmp_path):
     lines = [result(s, "combined", "released", auc=(v, v - 0.09, 1.0)) for s, v in enumerate(aucs)]
     record = [begin(attacks=[about("combined", "memorization")]), *looks, end(3)]
     found = found_in(tmp_path, lines, record)
-    assert found.verdict.sentence == ("The trained model tells who was in its training data often.")
+    assert found.verdict.sentence == ("The trained model tells often who was in its training data.")
     knee = (
         "Stopping at step 1, the best val_loss, would have left an AUC of 0.70 instead of "
         "0.90: later steps did not improve val_loss."
@@ -476,8 +479,8 @@ def test_one_look_that_excludes_guessing_is_conclusive(tmp_path):
     assert (attack.conclusive, attack.p_value) == (True, 3.3e-09)
     assert found.verdict.level == "high"
     assert found.verdict.sentence == (
-        "If gradients are shared, one update lets the server tell whether a given text was in a "
-        "batch almost every time."
+        "If gradients are shared, one update lets the server tell almost every time whether a "
+        "given text was in a batch."
     )
 
 

@@ -31,7 +31,7 @@ def test_a_stored_run_says_what_was_measured_of_the_trained_model(tmp_path):
     found = found_in(tmp_path, RUN["leakage"], RUN["run"])
     [fit] = found.runs
     assert found.verdict.level == "high"
-    assert found.verdict.sentence == ("The trained model tells who was in its training data often.")
+    assert found.verdict.sentence == ("The trained model tells often who was in its training data.")
     by_name = {attack.name: attack for attack in fit.attacks}
     assert (by_name["extraction"].headline, by_name["extraction"].chance) == ("extracted", 0.0)
     assert (by_name["extraction"].looks, by_name["extraction"].unknown) == (4, 0)

@@ -21,9 +21,8 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
-from lightning_fedleak.attacks.memorization import MAX_GAIN, CombinedReference
+from lightning_fedleak.attacks.memorization import CombinedReference
 from lightning_fedleak.cli.commands.verdicts import (
-    BEYOND,
     BREACH,
     FAILED,
     HEADLINES,
@@ -48,7 +47,6 @@ from lightning_fedleak.evaluation.metrics.released import (
     FPR,
     FPRS,
     blind_aucs,
-    membership_values,
     min_non_members,
     rate_name,
     visible_tpr,
@@ -67,6 +65,10 @@ USED_UP = (
     "held-out rows, which are used up. Hold out rows of a new draw, and train on the rest."
 )
 UNKNOWN = "Membership is UNKNOWN: members and others are not exchangeable, or are used up."
+OF_ONE_FORM = (
+    "If the rows are one form, filled in, give rows of input_ids and labels, with -100 at the "
+    "tokens of the form, so that only what was filled in is compared"
+)
 _PARTS: tuple[Part, ...] = ("long", "short", "prompts")  # the pools, in the order of HEADLINES
 _TEXTS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"  # by pool
 
@@ -139,20 +141,18 @@ def _measure_model(options: Namespace, console: Console) -> int:
         [pool.texts, [text for text, _ in rows] if options.entities else []], seen, options
     )
     seconds = time.perf_counter() - start
-    audit = Audit(
-        pool,
-        before[0],
-        lambda ids: str(reader.tokenizer.decode(ids)),
-        references,
-        None if reference is None else reference.rows,
-    )
-    n_scores = 1 + (recipe is not None) + (reference is not None)
-    alpha = 0.05 / n_scores  # Bonferroni: the worst score counts
-    results = [audit.part(part, after[0], alpha=alpha) for part in parts]
-    gains = dict[Part, Tensor]()
+    reference_rows = None if reference is None else reference.rows
     if recipe is not None:
-        gains = _train_references(console, results, options, recipe, seconds)
-    shifts = _compare(console, results, gains, options)
+        index = torch.cat([pool.everyone(part)[0] for part in parts if part != "prompts"])
+        trained = TrainedReferences(pool.texts, index, options, recipe)
+        console.print(trained.describe(seconds / 2))
+        references = trained.ask(before[0]).beside(references)
+        reference_rows = min(map(len, trained.rows), default=reference_rows)
+    decode = reader.tokenizer.decode
+    audit = Audit(pool, before[0], lambda ids: str(decode(ids)), references, reference_rows)
+    alpha = 0.05 / (1 + (references is not None))  # Bonferroni: the worst score counts
+    results = [audit.part(part, after[0], alpha=alpha) for part in parts]
+    shifts = _compare(console, results, options)
     first = results[0]
     is_refuted = options.drawn and any(shifts.values())
     if used_up_mark(options.members).exists():
@@ -172,7 +172,7 @@ def _measure_model(options: Namespace, console: Console) -> int:
     counts: Mapping[str, float] = {}
     uncounted, ranking = 0, None
     if options.records is not None and is_known:
-        ranking, counts = _list_rows(console, first, gains.get(first.part), options)
+        ranking, counts = _list_rows(console, first)
         is_short = first.part == "short"
         if uncounted := _sizes(members)[not is_short]:
             console.print(
@@ -217,32 +217,23 @@ def _measure_model(options: Namespace, console: Console) -> int:
 
 
 def _compare(
-    console: Console,
-    results: Sequence[Comparison],
-    gains: Mapping[Part, Tensor],
-    options: Namespace,
+    console: Console, results: Sequence[Comparison], options: Namespace
 ) -> dict[Part, str | None]:
     """Compare members with non-members of each part, and print the results.
 
-    Return why members and non-members of each part may not be exchangeable, or None. ``gains``
-    holds the gains beyond the trained ``--references``.
+    Return why members and non-members of each part may not be exchangeable, or None.
     """
     shifts = dict[Part, str | None]()
     for result in results:
         with refuse_errors("the models' answers cannot be compared", UnusableObservation):
             result.measure_all()
-        is_short = result.part == "short"
         shift = shifts[result.part] = result.why_unknown(drawn=options.drawn)
-        if result.part == "long" and shift is None:
+        if result.part != "prompts" and shift is None:
             with refuse_errors("--reference", ValueError):
                 result.check_reference()
-        strength = result.strength if CombinedReference.default_name in result.values else None
+        strength = result.strength if result.beside_references() else None
         if strength is not None and strength.note:
             console.print(f"Of the reference: {strength.note}.")
-        if (scores := gains.get(result.part)) is not None:
-            result.values[f"{BEYOND}{'_short' * is_short}"] = membership_values(
-                scores[result.alone], result.sides, alpha=result.alpha, exact=is_short
-            )
         print_part(console, result, shift, is_drawn=options.drawn)
         base, now, sides = result.game.base, result.game.now, result.sides
         gained = (now.log_probs > base.log_probs) & base.labels
@@ -273,29 +264,32 @@ def _unknown_kinds(by_kind: Mapping[str, Mapping[str, float] | str]) -> list[str
     return [f"UNKNOWN: {names}: {reason}." for reason, names in records.by_reason(reasons).items()]
 
 
-def _list_rows(
-    console: Console, result: Comparison, gains: Tensor | None, options: Namespace
-) -> tuple[RecordList, Mapping[str, float]]:
+def _list_rows(console: Console, result: Comparison) -> tuple[RecordList, Mapping[str, float]]:
     """Return the list of rows of a part and its counts, which are printed.
 
-    ``gains`` beyond trained references order the list; None: the default score does. With gains,
-    the counts are those of the score with the higher lower bound on the number of leaked rows.
+    The score beside references orders the list, if there are any; else the default score. With
+    references, the counts are those of the score with the higher bound on the rows that leak.
     """
     # Nothing says whether the model was trained under differential privacy.
     facts: dict[str, Any] = {"account": None, "alpha": result.alpha}
-    beyond = {"references": options.references} if gains is not None else {}
-    ranking = result.list_records(scores=gains, **facts, **beyond)
+    default = ranking = result.list_records(**facts)
+    for attack in result.beside_references():
+        assert result.released.references is not None
+        facts |= {"references": len(result.released.references.answers)}
+        ranking = result.list_records(scores=attack.score(result.released), **facts)
+        text = (
+            f"Of {ranking.head['members']} rows {_tpr(ranking)} are detected at 1% FPR with "
+            f"{facts['references']} references and {_tpr(default)} without; "
+            f"{ranking.head['listed']} are listed with them and {default.head['listed']} without."
+        )
+        console.print(text.replace("None", "an unknown number"))
     text = (
         "Of {members} rows at least {at_least} leak from the trained model (95%), and {listed} are "
         "listed at a false-discovery rate of {rate:g} (a list holds {smallest_list} or more). "
         "{repeated} rows have copies, {short} are short, and {unknown} share passages."
     ).format(**ranking.head)
-    text = text.replace("None", "an unknown number")
-    console.print(text)
-    if gains is None:
-        return ranking, ranking.counts
-    default_counts = result.list_records(**facts).counts
-    return ranking, max(ranking.counts, default_counts, key=lambda counts: counts["at_least"])
+    console.print(text.replace("None", "an unknown number"))
+    return ranking, max(ranking.counts, default.counts, key=lambda counts: counts["at_least"])
 
 
 def _read_rows_of_references(
@@ -365,41 +359,6 @@ def _query(
     return before, after, References(answers, inside), describe_all(facts)
 
 
-def _train_references(
-    console: Console,
-    results: Sequence[Comparison],
-    options: Namespace,
-    recipe: Recipe,
-    seconds: float,
-) -> dict[Part, Tensor]:
-    """Train reference models, and print their effect. Prompts are skipped.
-
-    Return the gains beyond the references by part. ``seconds`` is the time that the base and the
-    trained model took for all texts.
-    """
-    results = [result for result in results if result.part != "prompts"]
-    index = torch.cat([result.index for result in results])
-    audit = results[0].audit
-    references = TrainedReferences([audit.pool.texts[n] for n in index.tolist()], options, recipe)
-    console.print(references.describe(seconds / 2))
-    references.ask(audit.base.log_probs[index])
-    scores, start = dict[Part, Tensor](), 0
-    for result in results:
-        rows = [*range(start, start := start + len(result.index))]
-        pair = result.released.base, result.released.now
-        gain = None if result.part == "short" else MAX_GAIN
-        scores[result.part] = references.scores(rows, *pair, gain)
-        before, after = (result.list_records(scores=s) for s in (None, scores[result.part]))
-        text = (
-            f"Of {after.head['members']} rows with {_TEXTS[result.part == 'short']}, {_tpr(after)} "
-            f"are detected at 1% FPR with {options.references} references and {_tpr(before)} "
-            f"without; {after.head['listed']} are listed with them and {before.head['listed']} "
-            "without."
-        )
-        console.print(text.replace("None", "an unknown number"))
-    return scores
-
-
 def _tpr(ranking: RecordList) -> str:
     """Return the TPR at 1% FPR of the score that orders the list, as text."""
     p_values = [line.p for line in ranking.lines if line.p is not None]
@@ -427,6 +386,8 @@ def find_parts(pool: Pool, members: Mapping[int, Text]) -> tuple[list[Part], dic
         except ValueError as error:
             why = f"{error} ({part}, without {excluded} and {pool.repeated} that repeat others "
             why += f"{REPEATS})"
+            if pool.repeated > len(members):
+                why += f". {OF_ONE_FORM}"
             failures.append(ValueError(why))
             if n:
                 sentence = f"The leakage of {n} members with {words} is UNKNOWN: {why}."

@@ -259,8 +259,8 @@ def memorization(add: Add) -> None:
         reference_rows: for each --reference, how many rows it was trained on, or the file of these.
             If they are fewer than --members, a low result of combined_reference counts as unknown.
         references: train this number of reference models, each on half of members and non-members,
-            and compare how much --model improved on a row with the reference models that were not
-            trained on it. Each costs a training. Needs --drawn. Prompts are scored without them.
+            and also score texts relative to them, as with --reference and --reference-rows. Each
+            costs a training. Needs --drawn. Prompts are scored without them.
             Their outputs are saved in private files next to --records.
         run: folder with the run.jsonl of the training, whose hashes must be those of --model. It
             gives the references' learning rate, epochs and optimizer. References are refused if it

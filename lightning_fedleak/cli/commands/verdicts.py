@@ -18,7 +18,6 @@ from lightning_fedleak.validate import WrongModel
 
 HEADLINES = "combined", "loss_ratio_short", "prompt_ratio"
 """The attacks whose AUC --at-most limits, by pool; that of prompts only with --metric prompts."""
-BEYOND = "beyond_references"  # the score relative to --references; also a prefix of names
 FAILED = "FAILED: above a limit, or unknown"
 BREACH = 3  # exit status if leakage exceeds --at-most or is unknown; an error has status 1
 
@@ -81,7 +80,7 @@ def breaches_of(
         at_most: The limit.
     """
     attacks = [name for name in HEADLINES[:2] if name in values] or [HEADLINES[0]]
-    attacks += [n for n in values if n.startswith(BEYOND) or n == CombinedReference.default_name]
+    attacks += [name for name in values if name.startswith(CombinedReference.default_name)]
     if metric.startswith("entity/"):
         attacks, metric = [metric], "auc"
     elif metric == "prompts":

@@ -1,10 +1,8 @@
-"""Reference models: trained like a released model, but without the text that is scored.
+"""Reference models: trained like a released model, on halves of the texts that are scored.
 
-The score of a text is its gain in the released model, minus its mean gain in references that were
-not trained on it (Carlini et al. 2022, arXiv 2112.03570, offline; Zarifzadeh et al. 2024, arXiv
-2312.03262). Each reference is trained on a random half of the pool, drawn independently of
-membership; every two references have complementary halves. So members and non-members stay
-exchangeable.
+Each reference is trained on a random half of the pool, drawn independently of membership; every two
+references have complementary halves. So members and non-members stay exchangeable. The score beside
+them is :class:`~lightning_fedleak.attacks.memorization.CombinedReference`.
 """
 
 from __future__ import annotations
@@ -23,13 +21,19 @@ from torch import Tensor, nn
 from transformers import DataCollatorForLanguageModeling
 
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
-from lightning_fedleak.cli.studies.models import Head, load_released, released_config
+from lightning_fedleak.cli.studies.models import (
+    Head,
+    load_released,
+    mask_of,
+    query_texts,
+    released_config,
+)
 from lightning_fedleak.evaluation.canaries import halves
 from lightning_fedleak.evaluation.metrics.record_list import used_up_mark
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
 from lightning_fedleak.model.batches import IGNORE_INDEX
-from lightning_fedleak.model.snapshots import TokenSnapshot
-from lightning_fedleak.model.taps import Text, token_log_probs
+from lightning_fedleak.model.snapshots import References, TokenSnapshot
+from lightning_fedleak.model.taps import Text
 from lightning_fedleak.private_files import hash_tensors, load_private, save_private
 from lightning_fedleak.progress import bars, track
 from lightning_fedleak.report import records
@@ -166,25 +170,28 @@ def _training_of(lines: Sequence[records.RunLine | records.ResultLine]) -> dict[
 
 
 class TrainedReferences:
-    """The reference models of a released model. Call :meth:`ask`, then :meth:`scores`.
+    """The reference models of a released model. Call :meth:`ask`.
 
     Args:
         texts: N texts of the pool, members and non-members.
+        index: (n,) the texts that references are trained on; all are queried.
         options: The options of the command.
         recipe: The recipe of their training.
 
     Attributes:
         inside: (K, N) bool, the texts of the pool that each reference is trained on.
-        answers: The log probabilities (N, L) of the texts' tokens by each reference.
 
     Raises:
         SourceError: There are too few rows for one batch.
     """
 
-    def __init__(self, texts: Sequence[Text], options: Namespace, recipe: Recipe) -> None:
+    def __init__(
+        self, texts: Sequence[Text], index: Tensor, options: Namespace, recipe: Recipe
+    ) -> None:
         self.options, self.recipe = options, recipe
-        self.texts, self.answers = [*texts], list[Tensor]()
-        self.inside = halves(len(texts), options.references)
+        self.texts = [text.whole for text in texts]
+        self.inside = torch.zeros(options.references, len(texts), dtype=torch.bool)
+        self.inside[:, index] = halves(len(index), options.references)
         self.rows = [[texts[n] for n in row.nonzero()[:, 0].tolist()] for row in self.inside]
         if min(map(len, self.rows)) < self.recipe.batch_size:
             raise SourceError("fewer rows than --batch-size are left to train a reference on")
@@ -206,46 +213,45 @@ class TrainedReferences:
             f"about {cost * seconds / 60:.2g} min{unless}."
         )
 
-    def ask(self, base: Tensor) -> None:
+    def ask(self, base: TokenSnapshot) -> References:
         """Train each reference and query it with all texts, unless its answers are in a file.
 
         Args:
-            base: The log probabilities by the base; the name of the file depends on them.
+            base: The answers of the base; the name of the file depends on them.
 
         Raises:
             SourceError: A training diverged.
         """
-        options = self.options
+        options, answers = self.options, list[TokenSnapshot]()
         config, head = released_config(options.model, options.base)
-        tokenizer = load_tokenizer(options.base)
-        mask = tokenizer.mask_token_id if head == "masked" else None
+        tokenizer, mask = load_tokenizer(options.base), mask_of(options.base, head)
         with bars(sys.stderr.isatty()):
             for number in track(range(len(self.rows)), "references"):
                 rows = self.rows[number]
                 words = json.dumps([asdict(self.recipe), number], sort_keys=True, default=str)
-                parts = {"recipe": torch.tensor(list(words.encode())), "base": base}
+                parts = {"recipe": torch.tensor(list(words.encode())), "base": base.log_probs}
                 for side, texts in (("asked", self.texts), ("trained", rows)):
                     parts |= {f"{side} {n}": text.ids for n, text in enumerate(texts)}
                     parts |= {f"{side} {n} labels": text.labels for n, text in enumerate(texts)}
                 digest = hash_tensors(parts)
                 path = self._folder and self._folder / f"reference_{digest[:16]}.safetensors"
-                log_probs = None
+                answer = None
                 if path is not None and path.is_file():
-                    with suppress(OSError, ValueError):  # an unreadable file is computed again
-                        log_probs = load_private(path).get(digest)
-                if log_probs is None:
+                    with suppress(OSError, ValueError, TypeError):  # else it is computed again
+                        answer = TokenSnapshot(**load_private(path))
+                if answer is None:
                     torch.manual_seed(number)  # for a new head, adapters, order and dropout
                     anatomy = load_released(str(options.base), config, head, "--references")
                     trained = self._train(anatomy.model, rows, head, tokenizer)
-                    log_probs = token_log_probs(
-                        trained, [t.whole for t in self.texts], mask
-                    ).log_probs
+                    asked = self.texts, mask, "--references", options.dtype
+                    answer = query_texts(trained, *asked)
                     if path is not None:
                         path.parent.mkdir(parents=True, exist_ok=True)
-                        save_private(path, {digest: log_probs})
-                if not bool(log_probs.isfinite().all()):
+                        save_private(path, answer._asdict())
+                if not bool(answer.log_probs.isfinite().all()):
                     raise SourceError(f"reference {number + 1} diverged: give a lower --lr")
-                self.answers.append(log_probs)
+                answers.append(answer.padded(base.labels.shape[1]))
+        return References(answers, self.inside)
 
     def _train(self, model: nn.Module, rows: Sequence[Text], head: Head, tokenizer: Any) -> Anatomy:
         """Return a reference that is trained on the texts."""
@@ -256,35 +262,6 @@ class TrainedReferences:
             config.inference_mode = False
             model = get_peft_model(model, config)
         return fit_texts(model, rows, self.recipe, head, tokenizer)
-
-    def scores(
-        self, rows: list[int], base: TokenSnapshot, now: TokenSnapshot, max_gain: float | None
-    ) -> Tensor:
-        """Return (n,) mean gains of a label token, minus its mean gain in the references.
-
-        A gain is the increase of the log probability over the base. Only the references that were
-        not trained on the text count.
-
-        Args:
-            rows: The indices of the texts to score.
-            base: The log probabilities of their tokens by the base.
-            now: The log probabilities by the released model.
-            max_gain: The bound of a token's gain, in nats; None for no bound.
-        """
-        labels = base.labels
-
-        def gain(log_probs: Tensor) -> Tensor:
-            gains = log_probs.double() - base.log_probs.double()
-            gains = gains if max_gain is None else gains.clamp_max(max_gain)
-            return (gains * labels).sum(1) / labels.sum(1)
-
-        outside = ~self.inside[:, rows]
-        padding = labels.shape[1] - self.answers[0].shape[1]
-        reference_gains = [
-            gain(nn.functional.pad(answer, (0, padding))[rows]) for answer in self.answers
-        ]
-        expected = (torch.stack(reference_gains) * outside).sum(0) / outside.sum(0)
-        return gain(now.log_probs) - expected
 
 
 def fit_texts(

@@ -377,8 +377,8 @@ def list_records(
         members: (N,) bool, whether each text was trained on.
         rows: The rows of the training data that the texts stand for.
         short: Whether the texts have 1 to 7 label tokens, and get the score for short answers.
-        scores: (N,) scores to use instead, such as gains beyond reference models; None: the default
-            score is computed.
+        scores: (N,) scores to use instead, such as those beside references; None: the default score
+            is computed.
         **settings: as :meth:`RecordList.of` takes them.
 
     Raises:

@@ -280,6 +280,7 @@ class FedLeakMod:
                     "(fraction_evaluate=0)",
                 )
             return call_next(message, context)
+        client = context.node_config.get("partition-id", context.node_id)
         protocol = read_masks(message, context)
         is_masked = self._is_masked_otherwise or protocol is not None
         if dp is not None and adds_noise:
@@ -289,16 +290,12 @@ class FedLeakMod:
                 "the server, or FedLeakMod(secure_aggregation=True) if something else masks it",
             )
             rank_zero_warn(
-                f"FedLeakMod: a client with a ClientDP sends '{self._weight}' as its only metric: "
-                "give all clients a ClientDP, or Flower ends the run"
+                f"FedLeakMod: client {client} has a ClientDP and sends '{self._weight}' as its "
+                "only metric: give all clients a ClientDP, or none, else Flower ends the run"
             )
         observer, gates = self._watch_run(context)
         outgoing = federation.OutgoingUpdates(
-            observer,
-            gates,
-            dp,
-            client=context.node_config.get("partition-id", context.node_id),
-            secure_aggregation=is_masked,
+            observer, gates, dp, client=client, secure_aggregation=is_masked
         )
         is_listed = LISTED in message.content
         codec = _ListedArrays(message, observer) if is_listed else NamedArrays(message)

@@ -121,6 +121,7 @@ class Observed(_StrategyWrapper):
             start = time.perf_counter()
             self._look(server_round, reply_list)
             self.observer.paid(SUM, time.perf_counter() - start, round_seconds)
+        _compare_metrics(server_round, reply_list)
         model, metrics = super().aggregate_train(server_round, reply_list)
         if model is None:
             n_errors = sum(reply.has_error() for reply in reply_list)
@@ -265,6 +266,23 @@ class PrivateMean(_StrategyWrapper):
             index = self._sampled_nodes.index(node)
             log.info("lightning-fedleak: sampled client %d counts as zero: %s", index, cause)
         return ArrayRecord(moved(self._sent_state, release.update)), None
+
+
+def _compare_metrics(server_round: int, replies: Sequence[Message]) -> None:
+    """Log which nodes send a weight as their only metric, if others send more metrics."""
+    n_metrics = {
+        reply.metadata.src_node_id: sum(map(len, reply.content.metric_records.values()))
+        for reply in replies
+        if not reply.has_error()
+    }
+    alone = sorted(node for node, count in n_metrics.items() if count == 1)
+    if 0 < len(alone) < len(n_metrics):
+        log.warning(
+            "lightning-fedleak: round %d: nodes %s send a weight as their only metric, as clients "
+            "with a ClientDP do, and nodes %s do not, so that Flower's strategies end the run: "
+            "give all clients a ClientDP, or none",
+            server_round, alone, sorted(n_metrics.keys() - alone),
+        )  # fmt: skip
 
 
 def _state_of(reply: Message) -> State:

@@ -125,7 +125,7 @@ MEMBERSHIP = Family(
     metrics=("auc", "accuracy", "tpr_at_fpr_0.01"),
     question="Is a given text in a batch?",
     title="membership",
-    sentences=("tell whether a given text was in a batch {surely}",),
+    sentences=("tell {surely} whether a given text was in a batch",),
     mend=MEND_UPDATES,
     untested="Test whether a given text is in a batch, which no attack asked: "
     "settings=WatchSettings(assume=DISHONEST_SERVER).",
@@ -164,7 +164,7 @@ MEMORIZATION = Family(
     question="Was a given text trained on, by the trained model alone?",
     title="trained model",
     sentences=(
-        "tells who was in its training data {surely}",
+        "tells {surely} who was in its training data",
         "writes {passages of its training texts}",
     ),
     mend="do not release it as it is: remove repeated texts, train for fewer epochs or under "

@@ -207,7 +207,7 @@ class Comparison:
             sides = self.members, self.times
             return extraction_values(guess, attack, *sides, look=look, alpha=alpha), None
         guess = attack.run(Observation(released=self.game))
-        is_coarse = attack.part == "short" or isinstance(attack, memorization.RewardGain)
+        is_coarse = self.part == "short" or isinstance(attack, memorization.RewardGain)
         rate = partial(membership_values, guess.scores, self.sides, look=look, exact=is_coarse)
         values = rate(alpha=alpha)
         if joint is not None:
@@ -221,22 +221,31 @@ class Comparison:
         """Keep the values of some attacks in ``values``.
 
         By default these are the attacks for the part: for long texts :func:`all_attacks`, without
-        extraction for models whose predictions stand at their own tokens, and the one beside a
-        reference if there is one.
+        extraction for models whose predictions stand at their own tokens, and but for prompts the
+        one beside references if there are any.
         """
-        if not attacks and self.part == "long":
-            is_aligned, has_reference = self.texts[0].is_aligned, self.audit.references is not None
-            attacks = all_attacks()[: -1 if is_aligned else None]
-            attacks = (*[memorization.CombinedReference()] * has_reference, *attacks)
-        rest = {"short": memorization.ShortAnswers, "prompts": memorization.PromptRatio}
-        for attack in attacks or (rest[self.part](),):
+        if not attacks:
+            is_aligned = self.texts[0].is_aligned
+            attacks = {
+                "long": all_attacks()[: -1 if is_aligned else None],
+                "short": (memorization.ShortAnswers(),),
+            }.get(self.part, (memorization.PromptRatio(),))
+            attacks = (*self.beside_references(), *attacks)
+        for attack in attacks:
             self.values[attack.name] = self.measure(attack)[0]
+
+    def beside_references(self) -> Sequence[memorization.CombinedReference]:
+        """Return the attack beside references, named by the part; none without references."""
+        if self.audit.references is None or self.part == "prompts":
+            return ()
+        name = memorization.CombinedReference.default_name + "_short" * (self.part == "short")
+        return (memorization.CombinedReference(name),)
 
     def list_records(self, *, scores: Tensor | None = None, **facts: Any) -> RecordList:
         """Return the list of the members, by how much the model leaks of them.
 
         Args:
-            scores: (N,) gains beyond reference models; None: the default score of the part.
+            scores: (N,) scores beside references; None: the default score of the part.
             facts: As :meth:`RecordList.of` takes them.
         """
         pool, compared = self.audit.pool, {*self.index.tolist()}

@@ -39,14 +39,6 @@ For a LoRA model (stories15M, 185 texts of WikiText-2) references of 200 and 50 
 .79 of its gain, and a TPR of .86 and .52 at .1% FPR. Lower: weaker ones pass for strong.
 """
 
-MIN_STRENGTH_OF_ROWS = 0.52
-"""The same if a reference is known to have no fewer rows than the model: trainings differ.
-
-Of 40 pairs of references on honest halves it was .54 to 1.71, and below .9 in 12; the AUC was .969
-beside these, .979 beside the others (``benchmarks.attacks.reference_halves``). Lower: ones that
-were trained too little pass for strong.
-"""
-
 MAX_STRENGTH = 1.2
 """Largest such share of a reference of no more rows than the model.
 
@@ -314,8 +306,7 @@ def measure_strength(
 
     The gain of a model is the mean rise of the log-probability of a token over the base model. It
     is compared on the non-members, which neither model was trained on. A reference with less than
-    :data:`MIN_STRENGTH` of the model's gain is weak, or, if its rows are known to be as many as the
-    model's, less than :data:`MIN_STRENGTH_OF_ROWS`. So is a reference of fewer rows than the
+    :data:`MIN_STRENGTH` of the model's gain is weak. So is a reference of fewer rows than the
     model's, whatever it gained: with LoRA such references were measured to show less. If the gain
     of the model itself is below two standard errors, nothing is measured, and a reference with an
     unknown number of rows counts as weak. A weak reference hides leakage but invents none, so that
@@ -337,10 +328,10 @@ def measure_strength(
     weak = ""
     if rows is not None and rows < trained:
         weak = f"it was trained on {rows} rows, and the model on {trained}"
-    elif share < (MIN_STRENGTH if rows is None else MIN_STRENGTH_OF_ROWS):
+    elif share < MIN_STRENGTH:
         weak = gained
     elif share > MAX_STRENGTH and (rows or trained) <= trained:
-        weak = f"{gained}: it may have seen them, or two short trainings differ"
+        weak = f"{gained}: it may have seen them"
     elif math.isnan(share) and rows is None:
         weak = "nothing shows how far it was trained: say how many rows it had"
     return Strength(share, weak, fit_base(game)[1], knows_rows(game))

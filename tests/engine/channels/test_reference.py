@@ -285,9 +285,7 @@ def snapshot(gains: Tensor) -> TokenSnapshot:
         (1.0, 0.95, None, ""),
         (1.0, 0.95, 100, ""),
         (1.0, 0.95, 99, "trained on 99 rows, and the model on 100"),
-        (1.0, 0.6, 100, ""),  # honest halves differ as much
         (1.0, 0.5, 100, "has gained 50% of what the model has"),
-        (1.0, 0.6, None, "has gained 60% of what the model has"),
         (1.0, 0.5, None, "has gained 50% of what the model has"),
         (1.0, 1.3, 100, "it may have seen them"),
         (1.0, 1.3, None, "it may have seen them"),

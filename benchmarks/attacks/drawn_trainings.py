@@ -22,10 +22,11 @@ distinguish there.
 Of the kind ``large`` batches have 192 to 512 tokens, as many as attacks can distinguish or more,
 and nothing hides them: no dropout, no noise, no rounding. There a gate should decide. The kind
 ``untouched`` has gradients that nothing but a declared defence changes, of a size over six decades.
-Of the kind ``declared`` each training has a declared defence of a size over six decades, and most
-multiply all or some of the gradients by 1e-4 to 1e4 before it acts, or touch them otherwise. Where
-a bound on all readers is below the gate's limit, the number should be known. Of the kind ``identity`` each training is run watched and unwatched, and within its steps the model
-is copied, averaged and saved: the weights must be equal to the bit.
+Of the kind ``declared`` each training has such a defence, and most multiply all or some of their
+gradients by 1e-4 to 1e4 before it acts, or touch them otherwise. Where a bound on all readers is
+below the gate's limit, the number should be known. Of the kind ``identity`` each training is run
+watched and unwatched, and within its steps the model is copied, averaged and saved: the weights
+must be equal to the bit.
 """
 
 import copy
@@ -661,10 +662,8 @@ def main() -> int:
             try:
                 verdict = judge_run(training, Path(folder), options.at_most)
             except ValueError as refusal:  # a gate on what nothing reads is refused
-                is_defence = isinstance(refusal, DefenseError)  # such as int8 of a bfloat16 model
-                if "not 'safe'" not in str(refusal) and not is_defence:
+                if "not 'safe'" not in str(refusal) and not isinstance(refusal, DefenseError):
                     raise
-                if is_defence: print(refusal, file=sys.stderr)
                 verdict = Verdict(Counter({"refused": 1}))
         total.looks += verdict.looks
         total.bounded += verdict.bounded

@@ -154,6 +154,17 @@ class Scaled(Tuned):
                 p.grad *= 1e4
 
 
+class ScaledBehind(Tuned):
+    """Multiplies the gradients of the second block, which the attack does not read."""
+
+    def on_after_backward(self) -> None:
+        scaled = [p.grad for n, p in self.named_parameters() if "layers.1" in n]
+        assert scaled
+        for gradient in scaled:
+            if gradient is not None:
+                gradient *= 1e4
+
+
 class Once(Tuned):
     """Has a forward that cannot be run again."""
 
@@ -176,7 +187,12 @@ class Once(Tuned):
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"), [(Scaled, "behind the declared defences"), (Once, "could not be made again")]
+    ("kind", "why"),
+    [
+        (Scaled, "behind the declared defences"),
+        (ScaledBehind, "behind the declared defences"),
+        (Once, "could not be made again"),
+    ],
 )
 def test_a_bound_is_of_the_gradient_that_was_trained_on(tmp_path, kind, why) -> None:
     gate, values = look(tmp_path, GradientNoise(None, 1.0), attack=Weak, steps=1, kind=kind)

@@ -457,6 +457,7 @@ def by_numpy(shape: torch.Size) -> Tensor:
     ],
 )
 def test_masks_of_a_collate_function(draw: Any, message: str) -> None:
+    np.random.seed(0)  # masks of one row are equal by chance in 2 of 100 draws
     model = MODELS["BERT, masked"]()
 
     def step() -> DPSGD:

@@ -170,11 +170,12 @@ class Training:
         """Return a training whose gradients nothing but a declared defence changes."""
         draw = random.Random(-seed)
         plain = replace(cls.plain(seed), touch="nothing", batch="the same", noise=0.0)
-        if draw.random() < 0.5:
-            return replace(cls.declared(seed), touch="nothing", factor=1.0, noise=0.0)
-        if plain.part != "whole" and draw.random() < 0.3:  # as TRL trains over a float16 file
-            return replace(plain, precision="bf16-mixed", half_base=True)
-        return replace(plain, compiled=draw.random() < 0.3)
+        if draw.random() < 0.5:  # without a defence
+            if plain.part != "whole" and draw.random() < 0.3:  # as TRL trains over a float16 file
+                return replace(plain, precision="bf16-mixed", half_base=True)
+            return replace(plain, compiled=draw.random() < 0.3)
+        sigma, defence = 10 ** draw.uniform(-6, 0), draw.choice([*DEFENCES][:5])
+        return replace(plain, sigma=sigma, defence=defence)
 
     @classmethod
     def declared(cls, seed: int) -> "Training":

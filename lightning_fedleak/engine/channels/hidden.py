@@ -215,8 +215,9 @@ def in_float64(tensor: Tensor) -> Tensor:
 
 
 def _scaled(gradients: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return gradients times their scales, by role, in float64."""
-    return {role: in_float64(g) * scales.get(role, 1.0) for role, g in gradients.items()}
+    """Return gradients times their scales, by role, at least in float32."""
+    wide = ((r, g.to(torch.promote_types(g.dtype, torch.float32))) for r, g in gradients.items())
+    return {role: gradient * scales.get(role, 1.0) for role, gradient in wide}
 
 
 def _norm(gradients: Mapping[str, Tensor]) -> float:

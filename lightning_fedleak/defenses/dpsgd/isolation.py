@@ -207,11 +207,9 @@ class Isolation:
                 if not SMALLEST < _whole_norm(gradient) < math.inf or not _differ(collate(company)):
                     reason = "no row with a gradient of its own could be made"
                     continue
-                run(company)
-                self.moved, parameter = self._nearest(gradient, tolerance)
-                if self.moved <= tolerance:
-                    other = _made(example, len(lengths), lengths[0], is_padded, 1 % classes)
-                    self.moved, parameter = self._in_crowds(run, rows[0], other, tolerance)
+                other = _made(example, len(lengths), lengths[0], is_padded, 1 % classes)
+                beside = company, rows[0], other
+                self.moved, parameter = self._in_company(run, gradient, *beside, tolerance)
                 if self.moved <= tolerance:
                     self._check_size(alone, form)
                     self._alone = alone
@@ -237,23 +235,25 @@ class Isolation:
             )
         return reason
 
-    def _in_crowds(
-        self, run: Callable[[list[Any]], None], first: Any, second: Any, tolerance: float
+    def _in_company(
+        self, run: Any, gradient: Any, company: Any, first: Any, second: Any, tolerance: float
     ) -> tuple[float, Any]:
-        """Return how far gradients of two rows move, of which one stands among copies of the other.
+        """Return how far a first row's gradient moves in company, or one of two rows among copies.
 
         For the last argument and the result see :meth:`_nearest`.
         """
-        alone, worst = list[dict[Tensor, Tensor]](), (0.0, None)
-        for row in (first, second):
-            run([row])
-            alone.append(self._gradient(0))
+        run(company)
+        worst = self._nearest(gradient, tolerance)
+        if worst[0] > tolerance:
+            return worst
+        run([second])
+        alone = gradient, self._gradient(0)
         for counts in ((1, EQUAL), (EQUAL, 1)):
             copies = zip((first, second), counts, strict=True)
             run([copy.deepcopy(row) for row, n in copies for _ in range(n)])
-            for gradient, n in zip(alone, counts, strict=True):
-                if _whole_norm(gradient) > SMALLEST:
-                    worst = max(worst, self._nearest(gradient, tolerance, n), key=itemgetter(0))
+            for own, n in zip(alone, counts, strict=True):
+                if _whole_norm(own) > SMALLEST:
+                    worst = max(worst, self._nearest(own, tolerance, n), key=itemgetter(0))
         return worst
 
     def _why_unmeasured(self, context: DefenseContext, collate: object) -> str:

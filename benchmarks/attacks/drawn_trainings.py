@@ -4,6 +4,7 @@
     python -m benchmarks.attacks.drawn_trainings --only 17 --runs 1  # the draw of a refutation
     python -m benchmarks.attacks.drawn_trainings --kind large       # how often a gate decides
     python -m benchmarks.attacks.drawn_trainings --kind untouched   # what is unknown without cause
+    python -m benchmarks.attacks.drawn_trainings --kind declared    # changed before a defence acts
     python -m benchmarks.attacks.drawn_trainings --kind identity    # watched and unwatched weights
 
 A training draws its loss (also of a fused head, of preferences, with a term of the weights alone),
@@ -21,8 +22,11 @@ distinguish there.
 Of the kind ``large`` batches have 192 to 512 tokens, as many as attacks can distinguish or more,
 and nothing hides them: no dropout, no noise, no rounding. There a gate should decide. The kind
 ``untouched`` has gradients that nothing but a declared defence changes, of a size over six decades.
-Of the kind ``identity`` each training is run watched and unwatched, and within its steps the model
-is copied, averaged and saved: the weights must be equal to the bit.
+Of the kind ``declared`` each training has such a defence, and most multiply all or some of their
+gradients by 1e-4 to 1e4 before it acts, or touch them otherwise. Where a bound on all readers is
+below the gate's limit, the number should be known. Of the kind ``identity`` each training is run
+watched and unwatched, and within its steps the model is copied, averaged and saved: the weights
+must be equal to the bit.
 """
 
 import copy
@@ -53,8 +57,11 @@ from torch.utils.data import DataLoader
 from benchmarks.shared import llama, parser_of, quieten
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS
 from lightning_fedleak.defenses import (
+    DPSGD,
+    ActivationCompression,
     ActivationNoise,
     Defense,
+    DefenseError,
     GradientCompression,
     GradientNoise,
     TokenLDP,
@@ -65,6 +72,7 @@ SMOKE = (
     "--runs 1",
     "--kind large --runs 1",
     "--kind untouched --runs 1",
+    "--kind declared --runs 1",
     "--kind identity --runs 1",
 )
 
@@ -112,6 +120,8 @@ class Training:
     sigma: float = 0.0
     defence: str = "GradientNoise"
     half_base: bool = False
+    factor: float = 1.0
+    scaled: str = "all"
 
     @classmethod
     def drawn(cls, seed: int) -> "Training":
@@ -164,12 +174,33 @@ class Training:
             if plain.part != "whole" and draw.random() < 0.3:  # as TRL trains over a float16 file
                 return replace(plain, precision="bf16-mixed", half_base=True)
             return replace(plain, compiled=draw.random() < 0.3)
-        sigma, defence = 10 ** draw.uniform(-6, 0), draw.choice(list(DEFENCES))
+        sigma, defence = 10 ** draw.uniform(-6, 0), draw.choice([*DEFENCES][:5])
         return replace(plain, sigma=sigma, defence=defence)
+
+    @classmethod
+    def declared(cls, seed: int) -> "Training":
+        """Return a training with a declared defence, before which its own code may act."""
+        draw = random.Random(-seed)
+        plain = replace(cls.plain(seed), batch="the same", defence=draw.choice(list(DEFENCES)))
+        if plain.defence == "DPSGD":
+            rows, length = draw.choice([(4, 8), (8, 8), (8, 16)])
+            sizes = {"rows": rows, "length": length, "noise": 0.0}
+            plain = replace(plain, loss=draw.choice(["plain", "answers only"]), **sizes)
+        touch = draw.choice([plain.touch, "factor", "factor", "factor", "nothing"])
+        touch = "nothing" if plain.defence == "DPSGD" else touch  # which refuses changed gradients
+        factor = 10 ** draw.uniform(-4, 4) if touch == "factor" else 1.0
+        scaled = draw.choice(list(SCALED)) if touch == "factor" else "all"
+        sigma = 10 ** draw.uniform(-5, 1)
+        return replace(plain, touch=touch, factor=factor, scaled=scaled, sigma=sigma)
 
     def defences(self) -> list[Defense]:
         """Return the declared defences."""
         return [DEFENCES[self.defence](self.sigma)] if self.sigma else []
+
+    def noise_std(self) -> float:
+        """Return the standard deviation of the declared noise on each gradient."""
+        is_noise = self.defence in ("GradientNoise", "GradientNoise, clipped", "DPSGD")
+        return self.sigma * is_noise / (self.rows if self.defence == "DPSGD" else 1)
 
     def setting(self) -> str:
         """Return what a table of looks is sorted by."""
@@ -225,7 +256,19 @@ DEFENCES: dict[str, Callable[[float], Defense]] = {
     "ActivationNoise": lambda sigma: ActivationNoise(1, sigma),
     "TokenLDP": lambda sigma: TokenLDP("grr", 1 / sigma, special_ids=[]),
     "GradientCompression": lambda _: GradientCompression("int8"),
+    "top k": lambda size: GradientCompression("topk", share=min(1.0, 0.01 + size / 10)),
+    "ActivationCompression": lambda size: ActivationCompression(1, 1 + int(4.7 * size)),
+    "DPSGD": lambda sigma: DPSGD(1.0, sigma, target_delta=1e-3),
 }
+
+SCALED: dict[str, Callable[[str], bool]] = {
+    "all": lambda name: True,
+    "embedding or A": lambda name: "embed_tokens" in name or "lora_A" in name,
+    "head or B": lambda name: "lm_head" in name or "lora_B" in name,
+    "first block": lambda name: "layers.0." in name,
+    "all but the first block": lambda name: "layers.0." not in name,
+}
+"""Of which parameters, by name, a training multiplies the gradients."""
 
 
 # ---- losses: of a model, ids, and (B, L) what counts -------------------------------------------
@@ -337,6 +380,7 @@ class Verdict:
     """What came of one training."""
 
     looks: Counter[str] = field(default_factory=Counter)
+    bounded: Counter[str] = field(default_factory=Counter)
     copies: list[Mapping[str, Tensor]] = field(default_factory=list)
     refuted: list[str] = field(default_factory=list)
     aggregated: list[str] = field(default_factory=list)
@@ -423,7 +467,7 @@ def read_alone(training: Training, seen: Seen) -> dict[str, float]:
         "rows of the head": ("output", rows_of_head(seen.gradients)),
         "rows of the embedding": (
             "input",
-            rows_of_embedding(model, seen.gradients, training.sigma),
+            rows_of_embedding(model, seen.gradients, training.noise_std()),
         ),
         "span of LoRA's B": ("input", span_of_b(model, seen.gradients)),
         "span of the LoRA": ("input", span_of_lora(model, seen.gradients)),
@@ -453,9 +497,12 @@ def judge(
     if number is None or "leakage/worst/words" not in watch.engine.results.look_values:
         verdict.looks["no result yet"] += 1
         return
+    bounds = [v for n, v in latest.items() if n.endswith("/bound") and not math.isnan(v)]
+    is_bounded = bool(bounds) and max(bounds) <= gate.at_most
     if fired:
         unknown = fired[-1].value != fired[-1].value
         verdict.looks["unknown" if unknown else "fired"] += 1
+        verdict.bounded[str(fired[-1].why) if unknown else "fired"] += is_bounded
         return
     controls = {n: v for n, v in latest.items() if n.endswith("/control_of_a_part")}
     parted = any(
@@ -463,6 +510,7 @@ def judge(
         for n, part in controls.items()
     )
     verdict.looks["by aggregation" if parted else "low"] += 1
+    verdict.bounded["low"] += is_bounded
     rates = shown_of(latest)
     for name, f1 in read_alone(training, seen).items():
         if f1 > number + REFUTES:
@@ -489,8 +537,10 @@ def run(
     verdict, model = Verdict(), training.model()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], training.rate)
     own = TOUCHES.get(training.touch, lambda _, g: g)
+    scaled = {id(p) for n, p in model.named_parameters() if SCALED[training.scaled](n)}
 
     def touch(p: nn.Parameter, g: Tensor) -> Tensor:
+        g = g * training.factor if id(p) in scaled else g
         return own(p, g) + training.penalty * p.detach() if training.penalty else own(p, g)
 
     called: Any = torch.compile(model, backend="aot_eager") if training.compiled else model
@@ -506,6 +556,9 @@ def run(
     steps = range(max(training.step, 2) + 1)
     rows = [{"input_ids": training.ids(step)} for step in steps]
     loader: Any = DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+    if training.defence == "DPSGD":  # which draws its own batches
+        texts = [{"input_ids": text} for batch in rows for text in batch["input_ids"]]
+        loader = DataLoader(texts, batch_size=training.rows, shuffle=True)  # type: ignore[arg-type]
     defended: Any = nullcontext()
     if defences := training.defences():
         precision = "bf16-mixed" if training.precision == "bf16-mixed" else None
@@ -588,6 +641,7 @@ KINDS: dict[str, Callable[[int], Training]] = {
     "drawn": Training.drawn,
     "large": Training.large,
     "untouched": Training.untouched,
+    "declared": Training.declared,
     # A counter in a closure is state that no module holds, which a repeated step moves on.
     "identity": lambda seed: replace(Training.drawn(seed), own_dropout=0.0),
 }
@@ -609,17 +663,19 @@ def main() -> int:
             try:
                 verdict = judge_run(training, Path(folder), options.at_most)
             except ValueError as refusal:  # a gate on what nothing reads is refused
-                if "not 'safe'" not in str(refusal):
+                if "not 'safe'" not in str(refusal) and not isinstance(refusal, DefenseError):
                     raise
                 verdict = Verdict(Counter({"refused": 1}))
         total.looks += verdict.looks
+        total.bounded += verdict.bounded
         total.refuted += verdict.refuted
         total.aggregated += verdict.aggregated
         by_setting.setdefault(training.setting(), Counter()).update(verdict.looks)
         for line in verdict.refuted:
             print("REFUTED", line, flush=True)
     print(f"{options.runs} trainings, {time.monotonic() - start:.0f} s, looks: {dict(total.looks)}")
-    if options.kind == "untouched":
+    print(f"looks with a bound on all readers of at most the limit: {dict(total.bounded)}")
+    if options.kind in ("untouched", "declared"):
         for setting, looks in sorted(by_setting.items()):
             print(f"  {setting}: {dict(looks)}")
     print(f"known and refuted: {len(total.refuted)}; by aggregation, and another reads more:")

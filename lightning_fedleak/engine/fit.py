@@ -49,7 +49,7 @@ from lightning_fedleak.engine.scheduler import Phase, Scheduler
 from lightning_fedleak.model import snapshots
 from lightning_fedleak.model.batches import BatchError, adapter_to_copy
 from lightning_fedleak.model.model_state import saved_once
-from lightning_fedleak.model.snapshots import Stage
+from lightning_fedleak.model.snapshots import Stage, is_shard
 from lightning_fedleak.model.taps import Step, StepTap
 
 
@@ -308,6 +308,7 @@ class Fit:
         if self.look is not None and stage is Stage.LOCAL:
             step = self.look.training_step
             step.noise_std, step.compression = 0.0, ""
+            step.sizes.clear()
             step.acted.clear()
         if self.run.separates_stages:
             self._capture((stage,), optimizer)
@@ -367,7 +368,6 @@ class Fit:
                 step.undefended = None
             else:
                 step.undefended = self.tap.local_copy(look.step, from_copies=from_copies)
-                self.controls.measure_sizes(look)
 
         def take() -> snapshots.GradientSnapshot:
             if (why := run.why_hidden(look.wanted, optimizer)) is not None:
@@ -520,6 +520,9 @@ def _note_defense(
         step.noise_std = std if replaces else math.hypot(step.noise_std, std)
         if replaces or defense.per_sample:
             step.example_norm = defense.example_norm(context)
+        elif std != 0 and not step.sizes:
+            gradients = ((id(p), p.grad) for p in parameters if p.grad is not None)
+            step.sizes = {key: float(g.float().norm()) for key, g in gradients if not is_shard(g)}
         elif std == 0 and not defense.defers:
             step.acted.append((copied(defense), parameters, context))
     except Exception:

@@ -360,7 +360,6 @@ class Look:
         work: Intermediate results that attacks share until an optimizer steps.
         scope: The series that are retried, if the look is only for these; None for all.
         next_look: The step of the next look once it is planned; None for a look at the weights.
-        sizes: The norms of all trained gradients before declared defences, by parameter.
     """
 
     step: int
@@ -380,7 +379,6 @@ class Look:
     work: dict[Hashable, Any] = field(default_factory=dict)
     scope: frozenset[Series] | None = None
     next_look: int | None = None
-    sizes: Mapping[str, float] = field(default_factory=dict)
 
     def steps_with(self, optimizer: Optimizer | None) -> bool:
         """Return whether the present gradients are those of an optimizer.

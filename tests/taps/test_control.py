@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForSequenceClassification
 
 from lightning_fedleak import DPSGD, ActivationNoise, BagOfWords, DefendedStrategy
@@ -40,6 +41,7 @@ from lightning_fedleak.model.taps.step import ModelCall
 from lightning_fedleak.model.taps.tokens import Text, compressed_bytes, token_log_probs
 from lightning_fedleak.trainers import Watch
 from tests.callbacks.runs import Probe, fit, monitor_with
+from tests.helpers.lightning_modules import CausalLMModule
 from tests.helpers.models import tiny_gpt2
 from tests.taps.test_graph import (
     ANSWER_LABELS,
@@ -687,6 +689,56 @@ def test_a_copy_of_a_defended_model_holds_no_defence(tmp_path: Path) -> None:
     assert n_hooks > 10
     assert b"lightning_fedleak" not in stored
     assert not any(isinstance(hook, Hook) for hook in hooks_of(model))
+
+
+class SavesWithinSteps(L.Callback):
+    """Averages the module within each step, and saves the average, the module and a checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.average: Any = None
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        if self.average is None:
+            mean = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+            self.average = torch.optim.swa_utils.AveragedModel(pl_module, multi_avg_fn=mean)
+        assert any(isinstance(hook, Hook) for hook in hooks_of(pl_module))
+        self.average.update_parameters(pl_module)
+        for name, module in {"average": self.average.module, "module": pl_module}.items():
+            torch.save(module, self.folder / f"{trainer.global_step}-{name}.pt")
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}-within.ckpt")
+
+
+@pytest.mark.parametrize("averages", ["StochasticWeightAveraging", "EMAWeightAveraging"])
+def test_files_that_lightning_saves_in_looks_hold_no_ids_and_no_hooks(tmp_path, averages) -> None:
+    if not hasattr(L.callbacks, averages):
+        pytest.skip(f"this Lightning has no {averages}")
+    settings = {"swa_lrs": 1e-3, "swa_epoch_start": 1} if averages.startswith("S") else {}
+    texts = torch.randint(0, 60, (8, 16), generator=torch.Generator().manual_seed(3))
+    loader = DataLoader([{"input_ids": text, "labels": text} for text in texts], batch_size=2)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    keep = L.callbacks.ModelCheckpoint(saved, every_n_train_steps=1, save_top_k=-1, save_last=True)
+    monitor = monitor_with(BagOfWords(), every_n_steps=1)
+    averaging = getattr(L.callbacks, averages)(**settings)
+    module = CausalLMModule(tiny_gpt2(tied=False).train(), optimizer="adamw")
+    callbacks = [monitor, SavesWithinSteps(saved), averaging, keep]
+    run = {"module": module, "loader": loader, "max_epochs": 3, "enable_checkpointing": True}
+    fit(callbacks, tmp_path, **run)
+    assert monitor.engine.results.looks >= 8
+    files = [*saved.iterdir()]
+    assert len(files) > 40
+    for path in files:
+        stored = path.read_bytes()
+        for kind in (torch.int64, torch.int32):
+            assert not any(text[2:8].to(kind).numpy().tobytes() in stored for text in texts)
+        if path.suffix == ".pt":
+            assert b"lightning_fedleak" not in stored
+            assert not any(
+                isinstance(h, Hook) for h in hooks_of(torch.load(path, weights_only=False))
+            )
+    final = copy.deepcopy(getattr(averaging, "_average_model", None))
+    assert final is None or not any(isinstance(hook, Hook) for hook in hooks_of(final))
 
 
 # What a model says of each token, against a slow loop in float64.

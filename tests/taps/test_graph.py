@@ -516,6 +516,15 @@ def gradient_of_states(model: nn.Module, ids: Tensor) -> None:
     torch.autograd.grad(output.loss, output.hidden_states[1])
 
 
+def gradient_below_the_head(model: nn.Module, ids: Tensor) -> None:
+    """Of a fused loss, which never calls the head."""
+    states = model.model(input_ids=ids).last_hidden_state[:, :-1]
+    logits = functional.linear(states, model.lm_head.weight).flatten(0, 1)
+    other = functional.cross_entropy(logits, ids[:, :-1].flatten())
+    torch.autograd.grad(other, [*model.parameters()], retain_graph=True)
+    functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
+
+
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
@@ -523,6 +532,7 @@ def gradient_of_states(model: nn.Module, ids: Tensor) -> None:
         (backward_of_a_penalty, "two backward passes reach the same logits"),
         (gradient_of_other_texts, "autograd.grad beside its backward"),
         (gradient_of_states, "autograd.grad beside its backward"),
+        (gradient_below_the_head, "autograd.grad beside its backward"),
     ],
 )
 def test_labels_are_unknown_if_several_passes_read_them(step, reason) -> None:

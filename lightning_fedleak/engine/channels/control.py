@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lightning_fedleak.defenses.base import copied
 from lightning_fedleak.engine.channels.base import Channel, gives_control
-from lightning_fedleak.engine.channels.hidden import HiddenWords, gradient_sizes
+from lightning_fedleak.engine.channels.hidden import HiddenWords
 from lightning_fedleak.engine.channels.plans import Plan
 from lightning_fedleak.engine.channels.remainder import remainder_of
 from lightning_fedleak.engine.channels.steps import StepChannel
@@ -152,10 +152,6 @@ class Controls:
             self._play(look, due, scored)
         except Exception as error:
             self._fail(look, due, reason(error))
-
-    def measure_sizes(self, look: Look) -> None:
-        """Measure the norms of all trained gradients, right before a declared defence acts."""
-        look.sizes = gradient_sizes(self._run.anatomy)
 
     def _anywhere(self, condition: bool) -> bool:
         """Return whether a condition holds on this process, or on one that computes with it.
@@ -341,13 +337,12 @@ class Controls:
             if self._anywhere(not step.written):
                 raise UnusableObservation("the tokens that a defence wrote were not recorded")
             step = replace(step, calls=step.written)
-        # Noise is bounded for every reader of the release, and so by all gradients in it.
-        sizes = look.sizes if step.noise_std else {}
-        again = self._gradient(step, tuple({**dict.fromkeys(roles), **sizes}), {}).tensors
+        again = self._gradient(step, roles, {}).tensors
         gradients = {role: view.tensors[role] for role in roles if role in view.tensors}
         if not any(bool(gradient.any()) for gradient in gradients.values()):
             return of_logits, {}
-        self._hidden.compare(sizes, again)
+        norms = {id(self._run.anatomy.parameter(r)): float(g.norm()) for r, g in gradients.items()}
+        look.training_step.sizes = look.training_step.sizes or norms
         share, remainder = remainder_of(gradients, again)
         so_far = look.training_step.unexplained
         look.training_step.unexplained = max(share, 0.0 if math.isnan(so_far) else so_far)

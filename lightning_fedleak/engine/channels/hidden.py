@@ -21,7 +21,6 @@ from torch import Tensor
 from lightning_fedleak.attacks.base import WITHOUT_FLOAT64
 from lightning_fedleak.defenses import GradientNoise
 from lightning_fedleak.engine.run import Run
-from lightning_fedleak.model.anatomy import Anatomy
 from lightning_fedleak.model.taps import Step, one_text, replace_word
 
 N_TYPES = 8
@@ -86,22 +85,8 @@ class HiddenWords:
         self._changes: list[float] = []  # the norm of D for some types
         self._looks = 0  # since the changes were measured
         self._counts: Sequence[int] = ()  # tokens and labels there
-        self._scale = 1.0  # of the user's gradients to those of the step made again, at least 1
-        self._sizes: Mapping[str, float] = {}  # norms of gradients
-        self._old_sizes: Mapping[str, float] = {}
-
-    def compare(self, sizes: Mapping[str, float], again: Mapping[str, Tensor]) -> None:
-        """Note how large all of a step's gradients before any defence are, which code may multiply.
-
-        Args:
-            sizes: The norms of the gradients of a step, by parameter.
-            again: The gradients of the step made again; one that is absent is 0.
-        """
-        self._sizes = sizes
-        made = {n: _norm({n: again[n]}) if n in again else 0.0 for n, size in sizes.items() if size}
-        self._scale = max(
-            [1.0, *(sizes[n] / size if size else math.inf for n, size in made.items())]
-        )
+        self._sizes = dict[int, float]()  # norms of the gradients there, by parameter
+        self._clips = [d.clip for d in run.defenses if isinstance(d, GradientNoise) and d.clip]
 
     def bound(self, step: Step, noise_std: float, *, games: bool = False) -> float:
         """Return the highest F1 that any reader of a step's release can have; 1 without a bound.
@@ -145,24 +130,24 @@ class HiddenWords:
             types: The types that may be replaced.
             others: The types that may stand in their place.
         """
-        growth = self._growth(counts) if math.isnan(step.example_norm) else 1.0
+        growth = self._growth(step, counts) if math.isnan(step.example_norm) else 1.0
         if self._looks % LOOKS == 0 or growth > MAX_GROWTH:
             growth, self._looks = 1.0, 0
-            self._counts, self._old_sizes = counts, self._sizes
+            self._counts, self._sizes = counts, step.sizes.copy()
             draw = random.Random(step.number)
             olds = draw.sample(types, min(N_TYPES, len(types)))
             self._changes = self._measure(step, [(old, draw.choice(others)) for old in olds])
         self._looks += 1
         return [growth * change for change in self._changes]
 
-    def _growth(self, counts: Sequence[int]) -> float:
+    def _growth(self, step: Step, counts: Sequence[int]) -> float:
         """Return how many times the changes may be as large as when they were measured.
 
         A loss may be a mean over the tokens or labels, or their sum; and gradients have their
         norms, of which clipping leaves changes the more, the smaller they are.
         """
-        both = self._sizes.keys() & self._old_sizes.keys()
-        before, now = (math.hypot(*(s[r] for r in both)) for s in (self._old_sizes, self._sizes))
+        both = step.sizes.keys() & self._sizes.keys()
+        before, now = (math.hypot(*(s[key] for key in both)) for s in (self._sizes, step.sizes))
         if not min(before, now) > 0:
             return math.inf
         pairs = ((now, before), *zip(counts, self._counts, strict=True))
@@ -173,14 +158,28 @@ class HiddenWords:
         if not math.isnan(step.example_norm):
             return [self._clipped_change(step, *pair) for pair in pairs]
         before = self._all(replace_word(step, NO_TOKEN, NO_TOKEN))
-        afters = (self._all(replace_word(step, *pair)) for pair in pairs)
+        scales = {role: self._scale(step, role, gradient) for role, gradient in before.items()}
+        if math.inf in scales.values():  # a gradient that the step made again does not have
+            return [math.inf] * len(pairs)
+        before = _scaled(before, scales)
+        afters = (_scaled(self._all(replace_word(step, *pair)), scales) for pair in pairs)
         return [self._change(before, after) for after in afters]
+
+    def _scale(self, step: Step, role: str, made: Tensor) -> float:
+        """Return by how much code multiplied a gradient; at least 1 if nothing is clipped.
+
+        Smaller gradients leave others more of what a clip leaves of all.
+        """
+        size = step.sizes.get(id(self._run.anatomy.parameter(role)), math.nan)
+        norm = _norm({role: made})
+        if not size > 0:
+            return 1.0
+        return max(0.0 if self._clips else 1.0, size / norm) if norm > 0 else math.inf
 
     def _change(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
         """Return the norm of the change of a gradient, after the clipping of GradientNoise."""
-        clips = [d.clip for d in self._run.defenses if isinstance(d, GradientNoise) and d.clip]
         factors = [
-            min([self._scale, *(clip / _norm(g) for clip in clips if _norm(g) > 0)])
+            min([1.0, *(clip / _norm(g) for clip in self._clips if _norm(g) > 0)])
             for g in (before, after)
         ]
         return _distance(before, after, *factors)
@@ -214,16 +213,15 @@ class HiddenWords:
         return self._gradient(step, self._run.anatomy.trainable_names())
 
 
-def gradient_sizes(anatomy: Anatomy) -> dict[str, float]:
-    """Return the norm of each trained parameter's present gradient, by the parameter's name."""
-    names = anatomy.trainable_names()
-    gradients = ((name, getattr(anatomy.parameter(name), "grad", None)) for name in names)
-    return {name: _norm({name: grad}) for name, grad in gradients if grad is not None}
-
-
 def in_float64(tensor: Tensor) -> Tensor:
     """Return a tensor in float64, on the CPU if its device has no float64."""
     return (tensor.cpu() if tensor.device.type in WITHOUT_FLOAT64 else tensor).double()
+
+
+def _scaled(gradients: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
+    """Return gradients times their scales, by role, at least in float32."""
+    wide = ((r, g.to(torch.promote_types(g.dtype, torch.float32))) for r, g in gradients.items())
+    return {role: gradient * scales.get(role, 1.0) for role, gradient in wide}
 
 
 def _norm(gradients: Mapping[str, Tensor]) -> float:

@@ -51,6 +51,7 @@ _SEVERAL_PASSES = (
     "{}, so that it is not known which labels the optimizer's gradient is of: call backward() on "
     "the sum of the losses, and make other gradients outside of the step"
 )
+_BESIDE = _SEVERAL_PASSES.format("a step has autograd.grad beside its backward")
 
 
 def arguments_of(
@@ -142,7 +143,7 @@ class GraphTap:
                 call.ids, call.reached = before.ids, before.reached
         calls = [call for call in self._calls if call.read_heads]
         if len({call.accumulates for call in calls}) > 1:
-            raise BatchError(_SEVERAL_PASSES.format("a step has autograd.grad beside its backward"))
+            raise BatchError(_BESIDE)
         self._calls = [call for call in self._calls if not call.read_heads]
         return calls
 
@@ -297,6 +298,8 @@ class GraphTap:
         elif call.gradient is None:
             call.gradient = gradient.detach().clone()
             call.accumulates = _accumulates(self._anatomy.root)
+        elif call.accumulates != _accumulates(self._anatomy.root):
+            raise BatchError(_BESIDE)
         else:  # a further backward
             call.gradient += gradient
 

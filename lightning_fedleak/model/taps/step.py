@@ -302,6 +302,8 @@ class Step:
             step was not repeated.
         noise_std: The standard deviation of the noise that defences have added to each number of
             this client's update so far; NaN if a defence does not declare it.
+        sizes: The norm of each gradient before the first defence that adds noise to it, by the
+            ``id`` of its parameter; of those that attacks read, without such a defence.
         example_norm: The largest norm of what one text adds to this client's update, to which a
             defence clips it; infinite if that is not known, NaN if no defence clips texts.
         compression: The compression of this client's update so far, see ``GradientSnapshot``.
@@ -323,6 +325,7 @@ class Step:
     undefended: GradientSnapshot | None = None
     unexplained: float = math.nan
     noise_std: float = 0.0
+    sizes: dict[int, float] = field(default_factory=dict)
     example_norm: float = math.nan
     compression: str = ""
     written: list[ModelCall] = field(default_factory=list)

@@ -225,8 +225,7 @@ class _TextWalk:
                 prefix = text.tokens[: text.n_inherited + 1]
                 branches = [branch for branch in branches if branch.text != prefix]
             else:
-                if text.exact:
-                    self._longest_exact = max(self._longest_exact, len(text.tokens))
+                self._longest_exact = max(self._longest_exact, text.exact * len(text.tokens))
                 texts = _add_text(texts, text)
                 remainders = text.remainders
                 prefixes = {text.tokens[:n] for n in range(1, len(text.tokens) + 1)}

@@ -291,6 +291,11 @@ class Strength(NamedTuple):
     knows: bool = True
 
     @property
+    def is_used(self) -> bool:
+        """Return whether the score uses the reference."""
+        return self.knows and self.weight >= MIN_WEIGHT
+
+    @property
     def note(self) -> str:
         """Return in words what is wrong with the reference; empty if nothing is."""
         unused = f"it is not used, because its weight beside the base is {self.weight:.2f}"

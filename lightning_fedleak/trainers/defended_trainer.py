@@ -116,7 +116,9 @@ class _TrainerHost(Host):
             ),
             f": label_smoothing_factor={args.label_smoothing_factor} divides the loss by the "
             "tokens of all examples. Pass Trainer(compute_loss_func=...) instead, a function that "
-            "returns mean_of_sample_means(..., label_smoothing=...).": args.label_smoothing_factor,
+            "returns the mean over examples of each one's own smoothed mean.": (
+                args.label_smoothing_factor
+            ),
             " samples each example independently, and group_by_length groups examples by their "
             "lengths. Leave train_sampling_strategy out; max_physical_batch_size limits the "
             "memory.": groups or getattr(args, "group_by_length", False),

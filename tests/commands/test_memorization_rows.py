@@ -268,8 +268,8 @@ def test_references_are_trained_as_the_run_was(released: Any, tmp_path: Path) ->
     attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
     beyond = attacks["combined_reference" + "_short" * (head == "row")]
     assert beyond["auc"] > 0.7 or head != "token"
-    assert beyond["weak_reference"]  # each is trained on 150 rows, and the model on 200
-    assert beyond["auc_high"] is None
+    assert not beyond["weak_reference"]  # though each is trained on 150 rows, and the model on 200
+    assert beyond["auc_high"] > 0.5
 
 
 def test_models_are_queried_in_the_type_that_is_asked_for() -> None:

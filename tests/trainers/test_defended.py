@@ -370,7 +370,7 @@ BEST = {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 1, "max_s
     ("settings", "message"),
     [
         ({"auto_find_batch_size": True}, "Pass max_physical_batch_size to DPSGD"),
-        ({"label_smoothing_factor": 0.1}, "compute_loss_func=.* mean_of_sample_means"),
+        ({"label_smoothing_factor": 0.1}, "compute_loss_func=.* smoothed mean"),
         ({"train_sampling_strategy": "group_by_length"}, "Leave train_sampling_strategy out"),
         ({"torch_compile": True}, "torch_compile=True hides .* Leave it out"),
         (PUBLIC | BEST, "load_best_model_at_end decides by evaluations.*outside_epsilon=True"),

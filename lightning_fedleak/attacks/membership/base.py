@@ -358,7 +358,8 @@ class CalibratedMembership(MembershipAttack):
         """
         super().prepare(anatomy)
         text = PublicText.resolve(self.public_text, anatomy, self.seed)
-        n = max(8192, 4 * anatomy.hidden_size, (self.batch + self.public_targets) * self.tokens)
+        n_texts = max(2 * (self.batch + 1), self.batch + self.public_targets)
+        n = max(8192, 4 * anatomy.hidden_size, n_texts * self.tokens)
         states = PublicStates.sample(anatomy, self.layer, text, self.tokens, n, self.seed)
         self.calibrate(states)
 

@@ -397,8 +397,7 @@ class _SearchLimits:
         mean_lengths: The lengths of the random prefixes for each token's mean state.
         prior: The weight of the model's log probability against the evidence of the rows.
         max_failures: The number of inexact texts after which the search ends.
-        slack: An inexact text ends this many tokens after the longest exact one, or, without one,
-            after twice the size of the bag.
+        slack: An inexact text ends this many tokens after twice the size of the bag.
         alternatives: The number of other continuations that are stored at each position.
         max_repeats: The number of repetitions of a text's first token that are tried.
         max_length: The largest number of tokens of a text.

@@ -197,7 +197,6 @@ class _TextWalk:
         self.few_rows = len(shared[0].principal) < len(self.bag)  # then no state fits exactly
         self.has_prior = predicts_next(candidates.bottom)
         self._context_states: list[Tensor] | None = None
-        self._longest_exact = 0  # tokens of the longest exact text so far
 
     def find(self, limit: WorkLimit) -> tuple[list[_PartialText], bool]:
         """Recover texts until the rows are explained or too many texts do not fit.
@@ -225,7 +224,6 @@ class _TextWalk:
                 prefix = text.tokens[: text.n_inherited + 1]
                 branches = [branch for branch in branches if branch.text != prefix]
             else:
-                self._longest_exact = max(self._longest_exact, text.exact * len(text.tokens))
                 texts = _add_text(texts, text)
                 remainders = text.remainders
                 prefixes = {text.tokens[:n] for n in range(1, len(text.tokens) + 1)}
@@ -352,7 +350,7 @@ class _TextWalk:
         longest = self.candidates.max_length
         if text.exact or not self.precise:
             return longest
-        return min(longest, (self._longest_exact or 2 * len(self.bag)) + SEARCH.slack)
+        return min(longest, 2 * len(self.bag) + SEARCH.slack)
 
     def _starts(
         self, branches: Sequence[_Branch], remainders: tuple[Remainder, ...], limit: WorkLimit

@@ -141,15 +141,21 @@ def _measure_model(options: Namespace, console: Console) -> int:
         [pool.texts, [text for text, _ in rows] if options.entities else []], seen, options
     )
     seconds = time.perf_counter() - start
-    reference_rows = None if reference is None else reference.rows
+    n_rows = [] if reference is None else [reference.rows]
     if recipe is not None:
         index = torch.cat([pool.everyone(part)[0] for part in parts if part != "prompts"])
         trained = TrainedReferences(pool.texts, index, options, recipe)
         console.print(trained.describe(seconds / 2))
         references = trained.ask(before[0]).beside(references)
-        reference_rows = min(map(len, trained.rows), default=reference_rows)
-    decode = reader.tokenizer.decode
-    audit = Audit(pool, before[0], lambda ids: str(decode(ids)), references, reference_rows)
+        n_rows += map(len, trained.rows)
+    audit = Audit(
+        pool,
+        before[0],
+        lambda ids: str(reader.tokenizer.decode(ids)),
+        references,
+        None if None in n_rows else min(filter(None, n_rows), default=None),
+        halves=recipe is not None and reference is None,
+    )
     alpha = 0.05 / (1 + (references is not None))  # Bonferroni: the worst score counts
     results = [audit.part(part, after[0], alpha=alpha) for part in parts]
     shifts = _compare(console, results, options)
@@ -267,13 +273,14 @@ def _unknown_kinds(by_kind: Mapping[str, Mapping[str, float] | str]) -> list[str
 def _list_rows(console: Console, result: Comparison) -> tuple[RecordList, Mapping[str, float]]:
     """Return the list of rows of a part and its counts, which are printed.
 
-    The score beside references orders the list, if there are any; else the default score. With
+    The score beside references orders the list, if they are used; else the default score. With
     references, the counts are those of the score with the higher bound on the rows that leak.
     """
     # Nothing says whether the model was trained under differential privacy.
     facts: dict[str, Any] = {"account": None, "alpha": result.alpha}
     default = ranking = result.list_records(**facts)
-    for attack in result.beside_references():
+    is_used = result.strength is not None and result.strength.is_used
+    for attack in result.beside_references() if is_used else ():
         assert result.released.references is not None
         facts |= {"references": len(result.released.references.answers)}
         ranking = result.list_records(scores=attack.score(result.released), **facts)

@@ -687,6 +687,12 @@ def test_refusals_say_what_to_do(build, words):
         build()
 
 
+def test_enough_public_texts_are_drawn_for_a_large_batch():
+    attack = attention(1, few(800, 40), batch=128, tokens=32)
+    attack.prepare(find_anatomy(models.tiny_gpt2()))
+    assert len(attack.gammas) == attack.rungs
+
+
 # --- a real model
 
 

@@ -48,6 +48,8 @@ class Audit:
         decode: A function from token ids to their text, for zlib; None: the ids are compressed.
         references: The references' answers; None without a reference.
         reference_rows: The fewest rows that a reference was trained on; None if unknown.
+        halves: Whether all references were trained as the model was, each on a random half of the
+            pool. A low score beside them counts as it is: another draw would be no stronger.
         queries: The texts that the models answered; empty: those of the pool.
         rewards: (2, N) the mean rewards of each prompt; None if unknown.
     """
@@ -57,6 +59,7 @@ class Audit:
     decode: Callable[[list[int]], str] | None = None
     references: References | None = None
     reference_rows: int | None = None
+    halves: bool = False
     queries: Sequence[taps.Text] = ()
     rewards: Tensor | None = None
 
@@ -179,7 +182,7 @@ class Comparison:
             ValueError: Answers about texts that it is said not to have seen, or the numbers of
                 references that have seen a text, distinguish members from non-members.
         """
-        if (game := self.game).references is not None:
+        if (game := self.game).references is not None and not self.audit.halves:
             check_unseen(game.references, game.base, game.compressed, self.sides)
 
     @cached_property
@@ -188,7 +191,8 @@ class Comparison:
         if self.game.references is None:
             return None
         rows = self.audit.reference_rows, self.audit.pool.length
-        return measure_strength(self.game, self.sides, *rows)
+        strength = measure_strength(self.game, self.sides, *rows)
+        return strength._replace(weak="") if self.audit.halves else strength
 
     def measure(
         self, attack: memorization.MemorizationAttack, joint: float | None = None

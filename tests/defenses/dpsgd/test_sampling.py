@@ -51,14 +51,6 @@ def longest_first(rows: Sequence[Row]) -> dict[str, Tensor]:
     return padded(sorted(rows, key=lambda row: -len(row[0])))
 
 
-def last_first(rows: Sequence[Row]) -> dict[str, Tensor]:
-    return padded(rows[::-1])
-
-
-def by_label(rows: Sequence[Row]) -> dict[str, Tensor]:
-    return padded(sorted(rows, key=lambda row: row[1]))
-
-
 def with_others(rows: Sequence[Row]) -> dict[str, Tensor]:
     """The next row of the batch as a negative."""
     result = padded(rows)
@@ -109,11 +101,6 @@ def by_user(collate: Any, dataset: Dataset[Any]) -> Sampling:
     ("collate", "dataset"),
     [
         (longest_first, Texts(VARIOUS)),
-        *(
-            (last_first, Texts(lengths))
-            for lengths in (VARIOUS, [2, 5], [3, 1, 2], [4, 5, 6, 7, 8])
-        ),
-        (by_label, Texts([30] * 20)),
         (with_others, Texts(VARIOUS)),
         (masked_longest_first, Texts(VARIOUS)),
         (padded, Unordered(VARIOUS)),

@@ -31,7 +31,6 @@ from lightning_fedleak.model.model_state import preserve_process
 # The number of examples that are collated to test their order. A smaller number would miss collate
 # functions that reorder few examples; a larger one costs time at setup.
 PROBES = 8
-MIN_ROWS = 4  # of a batch that tests the order: in three rows a reversal keeps the middle one
 # The number of examples from which the probes are chosen, so that their lengths differ if any do.
 CANDIDATES = 64
 
@@ -100,35 +99,44 @@ def _keys(dataset: Any, group_by: GroupBy) -> Sequence[Any]:
 def check_order(loader: DataLoader[Any]) -> None:
     """Raise an error for a dataset or collate function that changes the order of examples.
 
-    The position of a row in the batch determines its user. Batches of copies of one example are
-    collated, in which another example takes one place: of each tensor only the row at that place
-    may change. Tensors that two equal batches do not share are random, and show nothing. Global
+    The position of a row in the batch determines its user. A few examples are collated twice in one
+    order and once in another. A tensor that is equal in the first two batches must be reordered in
+    the third. So the outcome depends on the collate function, and not on the examples. Global
     random states do not change.
 
     Raises:
         DefenseError: The order changes, or a row is made of several examples.
     """
     with preserve_process():
-        *others, longest = _probe_indices(loader)
-        count, has_evidence = max(MIN_ROWS, len(others) + 1), not others
-        copies, again = (_collated_tensors(loader, [longest] * count) for _ in range(2))
-        for place, other in enumerate(others, 1):
-            indices = [longest] * count
-            indices[place] = other
-            tensors = zip(_collated_tensors(loader, indices), copies, again, strict=False)
-            for tensor, plain, repeat in tensors:
-                is_fixed, is_same = _same_rows(plain, repeat), _same_rows(tensor, plain)
-                if not len(is_fixed) == len(is_same) == count or not bool(is_fixed.all()):
-                    continue
-                changed = (~is_same).nonzero().flatten().tolist()
-                if changed and changed != [place]:
-                    raise DefenseError(
-                        f"DPSGD: unit=Users(): the collate function ({_collate_name(loader)}) or "
-                        "the dataset's `__getitems__` changes the order of rows: let row i be of "
-                        "example i (pack_padded_sequence takes enforce_sorted=False)"
-                    )
-                has_evidence = has_evidence or bool(changed)
-    if not has_evidence:
+        indices = _probe_indices(loader)
+        count = len(indices)
+        # Sorting, reversing and rotating do not undo this order.
+        order = [*range(1, count - 1), 0, count - 1] if count > 2 else [*range(count)][::-1]
+        tensors, repeats, permutations = (
+            _collated_tensors(loader, batch_indices)
+            for batch_indices in (indices, indices, [indices[i] for i in order])
+        )
+        has_evidence = False
+        for tensor, repeat, permutation in zip(tensors, repeats, permutations, strict=False):
+            if len(tensor) != count:
+                continue
+            if _are_equal(tensor, repeat):
+                # A tensor that does not depend on the examples, such as row numbers, is accepted.
+                keeps_order = _are_equal(tensor[order], permutation) or any(
+                    _are_equal(tensor, constant)
+                    for constant in _collated_tensors(loader, indices[:1] * count)
+                )
+                # Equal rows do not show their order.
+                has_evidence = has_evidence or not _are_equal(tensor, tensor[:1].expand_as(tensor))
+            else:
+                keeps_order = not _is_shuffled(tensor, repeat)
+            if not keeps_order:
+                raise DefenseError(
+                    f"DPSGD: unit=Users(): the collate function ({_collate_name(loader)}) or the "
+                    "dataset's `__getitems__` changes the order of rows: let row i be of example i "
+                    "(pack_padded_sequence takes enforce_sorted=False)"
+                )
+    if count > 1 and not has_evidence:
         warnings.warn(
             f"DPSGD: unit=Users(): whether the collate function ({_collate_name(loader)}) keeps "
             "the order of examples could not be checked. It is trusted; make sure that it does.",
@@ -198,16 +206,21 @@ def _examples(dataset: Any, indices: list[int]) -> list[Any]:
     return list(fetch(indices)) if fetch else [dataset[index] for index in indices]
 
 
-def _same_rows(first: Tensor, second: Tensor) -> Tensor:
-    """Return (n,) whether each row of two tensors is equal, floating-point numbers up to rounding.
-
-    It is empty if the tensors have different shapes or types.
-    """
+def _are_equal(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are equal, floating-point ones up to rounding."""
     if first.shape != second.shape or first.dtype != second.dtype:
-        return torch.zeros(0, dtype=torch.bool)
-    is_inexact = first.is_floating_point() or first.is_complex()
-    same = torch.isclose(first, second, equal_nan=True) if is_inexact else first == second
-    return same.flatten(1).all(1) if same.dim() > 1 else same
+        return False
+    if first.is_floating_point() or first.is_complex():
+        return torch.allclose(first, second, equal_nan=True)
+    return torch.equal(first, second)
+
+
+def _is_shuffled(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have the same distinct rows, in any order."""
+    if first.shape != second.shape:
+        return False
+    rows = [sorted(repr(row) for row in tensor.tolist()) for tensor in (first, second)]
+    return rows[0] == rows[1] and len(set(rows[0])) == len(first)
 
 
 def _collate_name(loader: DataLoader[Any]) -> str:

@@ -203,7 +203,7 @@ def test_attack_results_agree_across_devices(name: str, device_type: Device) -> 
 
 
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
-@pytest.mark.parametrize("name", ["flatchat", "aligned", "attention"])
+@pytest.mark.parametrize("name", ["flatchat", "aligned"])
 def test_a_restored_calibration_moves_to_the_device_of_the_model(name, device_type) -> None:
     """A checkpoint's tensors are on the host."""
     calibrated = ATTACKS[name]()

@@ -351,6 +351,11 @@ class RoundObserver:
                 fresh=self.settings.fresh,
                 noise_std=noise_std,
             )
+            if state is undefended:
+                parameters, named = dict(self.model.named_parameters()), snapshot.tensors.items()
+                look.training_step.sizes = {
+                    id(parameters[self._names[n]]): float(x.float().norm()) for n, x in named
+                }
             return replace(
                 snapshot,
                 tensors={role: snapshot.tensors[key] for role, key in self._keys().items()},

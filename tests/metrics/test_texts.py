@@ -322,8 +322,6 @@ def test_only_the_last_label_tokens_count(tokens: int | None) -> None:
             sum(float(now.log_probs[row, p]) for p in places)
         )
         assert bool(guess.greedy[row]) == all(bool(now.greedy[row, p]) for p in places)
-        gain = sum(float(now.log_probs[row, p] - base.log_probs[row, p]) for p in places)
-        assert float(attack.score(model)[row]) == pytest.approx(gain, abs=1e-6)
 
 
 # p-values, lists and bounds of records, against orders that are counted one by one.

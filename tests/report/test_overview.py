@@ -115,23 +115,16 @@ def test_a_share_is_never_rounded_up(tmp_path, recall, share):
     assert f"{share.capitalize()} found, 96% of what was named" in reading_of(found, "words").note
 
 
+GIVEN = "whether a given text was in a batch"
+
+
 @pytest.mark.parametrize(
     ("family", "value", "low", "words"),
     [
-        ("membership", 1.0, 0.96, "tell almost every time whether a given text was in a batch"),
-        ("membership", 1.0, 0.8, "tell often whether a given text was in a batch"),
-        (
-            "membership",
-            1.0,
-            0.55,
-            "tell better than by guessing whether a given text was in a batch",
-        ),  # as few games
-        (
-            "membership",
-            0.61,
-            0.501,
-            "tell better than by guessing whether a given text was in a batch",
-        ),
+        ("membership", 1.0, 0.96, f"tell almost every time {GIVEN}"),
+        ("membership", 1.0, 0.8, f"tell often {GIVEN}"),
+        ("membership", 1.0, 0.55, f"tell better than by guessing {GIVEN}"),  # as few games
+        ("membership", 0.61, 0.501, f"tell better than by guessing {GIVEN}"),
         ("words", 1.0, 0.92, "name almost all of a batch's distinct tokens"),
         ("words", 1.0, 0.89, "name most of a batch's distinct tokens"),
         ("texts", 0.9, 0.2, "write down some of a text"),
@@ -486,8 +479,8 @@ def test_one_look_that_excludes_guessing_is_conclusive(tmp_path):
     assert (attack.conclusive, attack.p_value) == (True, 3.3e-09)
     assert found.verdict.level == "high"
     assert found.verdict.sentence == (
-        "If gradients are shared, one update lets the server tell whether a given text was in a "
-        "batch almost every time."
+        "If gradients are shared, one update lets the server tell almost every time whether a "
+        "given text was in a batch."
     )
 
 

@@ -107,21 +107,21 @@ class Row:
 
 
 ROWS = (
-    Row("code", "code lines", 46_746),
+    Row("code", "code lines", 46_200),
     Row("longest", "lines of the longest file", 600),
     Row("long", "files above 600 lines", 0),
     Row("imports", "files with 8 or more own imports", 52),
     Row("most_imports", "most own imports of a file", 18),
     Row("circles", "circles of imports, for types included", 0),
-    Row("parameters", "functions with more than 8 parameters", 12),
+    Row("parameters", "functions with more than 8 parameters", 11),
     Row("most_parameters", "most parameters of a function", 12),
     Row("complexity", "functions with more than 20 branches", 8),
     Row("public", "public names defined twice", 9),
-    Row("private", "private names defined three times", 4),
+    Row("private", "private names defined three times", 3),
     Row("names", "participles and prepositions as names", 0.006, is_share=True),
     Row("fragments", "fragments as docstrings", 0.005, is_share=True),
     Row("examples", "root names without an example", 0),
-    Row("constants", "bare constants", 3),
+    Row("constants", "bare constants", 2),
     Row("any", "[str, Any]", 72),
 )
 

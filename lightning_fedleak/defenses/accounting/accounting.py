@@ -53,7 +53,7 @@ from scipy.optimize import brentq
 from scipy.special import logsumexp, ndtr
 
 from lightning_fedleak.defenses.accounting import ledger
-from lightning_fedleak.defenses.base import Curve, DefenseError, check_number
+from lightning_fedleak.defenses.base import Curve, DefenseError, check_choice, check_number
 from lightning_fedleak.extras import require_package
 
 Floats = NDArray[np.float64]
@@ -386,6 +386,8 @@ def epsilon_of(
     Raises:
         DefenseError: A value is out of range, or Opacus is missing.
     """
+    check_choice("accountant", kind, ("prv", "rdp"))
+    check_choice("sampling", sampling, ("poisson", "without_replacement"))
     check_number("delta", delta, above=0, below=1)
     for row in history:
         ledger.check_release(*row)

@@ -208,17 +208,20 @@ class Isolation:
                     reason = "no row with a gradient of its own could be made"
                     continue
                 other = _made(example, len(lengths), lengths[0], is_padded, 1 % classes)
-                beside = company, rows[0], other
-                self.moved, parameter = self._in_company(run, gradient, *beside, tolerance)
+                run(company)
+                self.moved, parameter = self._nearest(gradient, tolerance)
                 if self.moved <= tolerance:
                     self._check_size(alone, form)
                     self._alone = alone
+                    pair = rows[0], other
+                    self.moved, parameter = self._among_copies(run, gradient, *pair, tolerance)
+                if self.moved <= tolerance:
                     return ""
             except DefenseError:
                 raise
             except Exception as error:  # the training does not take rows of this form
                 reason = f"rows made like an example raised {type(error).__name__}: {error}"
-                if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+                if _ran_out_of_memory(error):
                     return f"{reason} (rows of {lengths} tokens)"
                 continue
             mend = _mend(collate(rows), collate(company))
@@ -235,17 +238,14 @@ class Isolation:
             )
         return reason
 
-    def _in_company(
-        self, run: Any, gradient: Any, company: Any, first: Any, second: Any, tolerance: float
+    def _among_copies(
+        self, run: Any, gradient: Any, first: Any, second: Any, tolerance: float
     ) -> tuple[float, Any]:
-        """Return how far a first row's gradient moves in company, or one of two rows among copies.
+        """Return how far the gradient of one of two rows moves among copies of the other.
 
         For the last argument and the result see :meth:`_nearest`.
         """
-        run(company)
-        worst = self._nearest(gradient, tolerance)
-        if worst[0] > tolerance:
-            return worst
+        worst: tuple[float, Any] = (0.0, None)
         run([second])
         alone = gradient, self._gradient(0)
         for counts in ((1, EQUAL), (EQUAL, 1)):
@@ -306,6 +306,10 @@ class Isolation:
             if sum(share <= tolerance for share, _ in found) == copies:
                 break
         return [*sorted(found, key=itemgetter(0)), *[(math.inf, None)] * copies][copies - 1]
+
+
+def _ran_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _whole_norm(gradient: dict[Any, Tensor]) -> float:

@@ -341,8 +341,6 @@ class Controls:
         gradients = {role: view.tensors[role] for role in roles if role in view.tensors}
         if not any(bool(gradient.any()) for gradient in gradients.values()):
             return of_logits, {}
-        norms = {id(self._run.anatomy.parameter(r)): float(g.norm()) for r, g in gradients.items()}
-        look.training_step.sizes = look.training_step.sizes or norms
         share, remainder = remainder_of(gradients, again)
         so_far = look.training_step.unexplained
         look.training_step.unexplained = max(share, 0.0 if math.isnan(so_far) else so_far)

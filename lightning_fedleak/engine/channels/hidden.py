@@ -92,7 +92,8 @@ class HiddenWords:
         """Return the highest F1 that any reader of a step's release can have; 1 without a bound.
 
         There is none for processes that are one client, if two defences rewrite the gradient, if
-        the noise is unknown, and if the batch uses the vocabulary up.
+        it clips those of several optimizers, if the noise is unknown, and if the batch uses the
+        vocabulary up.
 
         Args:
             step: The step before any defence.
@@ -102,9 +103,8 @@ class HiddenWords:
                 distributions: another text was in this one's place. Their means are at most twice
                 the norm of a clipped text apart; there is no bound if texts are not clipped alone.
         """
-        run, vocabulary = self._run, self._run.anatomy.embedding_rows
-        rewriting = [d for d in run.defenses if d.acts_on_gradients and d.compression is None]
-        if len(rewriting) > 1 or (run.client == "world" and run.processes > 1) or run.is_sharded:
+        vocabulary = self._run.anatomy.embedding_rows
+        if not self._is_bounded:
             return 1.0
         if games:
             distance = step.example_norm / noise_std if 0 < noise_std < math.inf else math.nan
@@ -118,6 +118,15 @@ class HiddenWords:
         labels = sum(0 if b.labels is None else int((b.labels >= 0).sum()) for b in step.batches)
         changes = self._newest_changes(step, (len(tokens), labels or 1), types, others)
         return best_f1([change / noise_std for change in changes], len(types), vocabulary)
+
+    @property
+    def _is_bounded(self) -> bool:
+        """Return whether the run's defences and processes allow a bound."""
+        run = self._run
+        rewriting = [d for d in run.defenses if d.acts_on_gradients and d.compression is None]
+        clips_apart = len(self._clips) > 0 and len(run.optimizers) > 1
+        is_split = run.is_sharded or (run.client == "world" and run.processes > 1)
+        return len(rewriting) <= 1 and not clips_apart and not is_split
 
     def _newest_changes(
         self, step: Step, counts: Sequence[int], types: Sequence[int], others: Sequence[int]
@@ -146,9 +155,8 @@ class HiddenWords:
         A loss may be a mean over the tokens or labels, or their sum; and gradients have their
         norms, of which clipping leaves changes the more, the smaller they are.
         """
-        both = step.sizes.keys() & self._sizes.keys()
-        before, now = (math.hypot(*(s[key] for key in both)) for s in (self._sizes, step.sizes))
-        if not min(before, now) > 0:
+        before, now = (math.hypot(*sizes.values()) for sizes in (self._sizes, step.sizes))
+        if step.sizes.keys() != self._sizes.keys() or not min(before, now) > 0:
             return math.inf
         pairs = ((now, before), *zip(counts, self._counts, strict=True))
         return max(max(pair) / min(pair) for pair in pairs)
@@ -159,8 +167,11 @@ class HiddenWords:
             return [self._clipped_change(step, *pair) for pair in pairs]
         before = self._all(replace_word(step, NO_TOKEN, NO_TOKEN))
         scales = {role: self._scale(step, role, gradient) for role, gradient in before.items()}
-        if math.inf in scales.values():  # a gradient that the step made again does not have
-            return [math.inf] * len(pairs)
+        made = {
+            id(self._run.anatomy.parameter(role)) for role, g in before.items() if bool(g.any())
+        }
+        if not step.sizes or any(size > 0 and p not in made for p, size in step.sizes.items()):
+            return [math.inf] * len(pairs)  # a gradient that the step made again does not have
         before = _scaled(before, scales)
         afters = (_scaled(self._all(replace_word(step, *pair)), scales) for pair in pairs)
         return [self._change(before, after) for after in afters]
@@ -170,11 +181,8 @@ class HiddenWords:
 
         Smaller gradients leave others more of what a clip leaves of all.
         """
-        size = step.sizes.get(id(self._run.anatomy.parameter(role)), math.nan)
-        norm = _norm({role: made})
-        if not size > 0:
-            return 1.0
-        return max(0.0 if self._clips else 1.0, size / norm) if norm > 0 else math.inf
+        size, norm = step.sizes.get(id(self._run.anatomy.parameter(role)), 0.0), _norm({role: made})
+        return max(0.0 if self._clips else 1.0, size / norm if norm > 0 else 0.0)
 
     def _change(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
         """Return the norm of the change of a gradient, after the clipping of GradientNoise."""

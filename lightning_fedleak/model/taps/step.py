@@ -303,7 +303,7 @@ class Step:
         noise_std: The standard deviation of the noise that defences have added to each number of
             this client's update so far; NaN if a defence does not declare it.
         sizes: The norm of each gradient before the first defence that adds noise to it, by the
-            ``id`` of its parameter; of those that attacks read, without such a defence.
+            ``id`` of its parameter; empty without such a defence.
         example_norm: The largest norm of what one text adds to this client's update, to which a
             defence clips it; infinite if that is not known, NaN if no defence clips texts.
         compression: The compression of this client's update so far, see ``GradientSnapshot``.

@@ -165,6 +165,30 @@ class ScaledBehind(Tuned):
                 gradient *= 1e4
 
 
+class Beside(Tuned):
+    """Trains a number for each word of the batch, beside the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.counts = torch.nn.Parameter(torch.zeros(VOCAB))
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        return loss + 10 * self.net.counts[batch["input_ids"]].mean()
+
+
+class Thawed(Tuned):
+    """Trains the second block from the second step on."""
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        for name, p in self.named_parameters():
+            if "layers.1" in name and "lora" in name:
+                p.requires_grad_(index > 0)
+        for name, module in self.named_modules():
+            if "layers.1" in name and isinstance(getattr(module, "scaling", None), dict):
+                module.scaling = {"default": 300.0}
+
+
 class Once(Tuned):
     """Has a forward that cannot be run again."""
 
@@ -191,6 +215,7 @@ class Once(Tuned):
     [
         (Scaled, "behind the declared defences"),
         (ScaledBehind, "behind the declared defences"),
+        (Beside, "behind the declared defences"),
         (Once, "could not be made again"),
     ],
 )
@@ -201,6 +226,14 @@ def test_a_bound_is_of_the_gradient_that_was_trained_on(tmp_path, kind, why) -> 
     assert gate.fired is not None
     assert math.isnan(gate.fired.value)
     assert why in gate.fired.why
+
+
+def test_changes_are_measured_again_where_other_weights_are_trained(tmp_path) -> None:
+    settings = {"attack": Weak, "kind": Thawed}
+    before, after = (
+        look(tmp_path / str(n), GradientNoise(None, 1.0), steps=n, **settings)[1] for n in (1, 2)
+    )
+    assert before["bound"] < 0.5 < after["bound"]
 
 
 def test_a_bound_of_older_changes_is_no_less_than_that_of_new_ones(tmp_path, monkeypatch) -> None:

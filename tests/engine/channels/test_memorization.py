@@ -638,8 +638,8 @@ def test_two_processes_know_the_same(tmp_path: Path) -> None:
 def accounted(folder: Path, noise: float, **more: Any) -> LeakageMonitor:
     """Fit under DPSGD whose account takes its noise to be 1."""
     defense = DPSGD(1.0, noise_multiplier=noise, target_delta=1e-3)
-    counter = defense.accountant.counter
-    defense.accountant.counter = lambda _, rate: counter(1.0, rate)  # type: ignore[method-assign]
+    step = defense.accountant.step
+    defense.accountant.step = lambda _, rate: step(1.0, rate)  # type: ignore[method-assign]
     watching = monitor(folder)
     data = leave_out(rows(), 140, seed=1, coins=True)[0]
     fit([watching], data=data, strategy=DefendedStrategy("auto", [defense]), **more)

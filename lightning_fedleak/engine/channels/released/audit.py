@@ -48,10 +48,10 @@ class Audit:
         decode: A function from token ids to their text, for zlib; None: the ids are compressed.
         references: The references' answers; None without a reference.
         reference_rows: The fewest rows that a reference was trained on; None if unknown.
-        halves: Whether all references were trained as the model was, each on a random half of the
-            pool. A low score beside them counts as it is: another draw would be no stronger.
         queries: The texts that the models answered; empty: those of the pool.
         rewards: (2, N) the mean rewards of each prompt; None if unknown.
+        halves: Whether all references were trained as the model was, each on a random half of the
+            pool. A low score beside them counts as it is: another draw would be no stronger.
     """
 
     pool: Pool
@@ -59,9 +59,9 @@ class Audit:
     decode: Callable[[list[int]], str] | None = None
     references: References | None = None
     reference_rows: int | None = None
-    halves: bool = False
     queries: Sequence[taps.Text] = ()
     rewards: Tensor | None = None
+    halves: bool = False
 
     def part(
         self,

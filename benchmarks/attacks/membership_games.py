@@ -10,9 +10,7 @@ from torch import Tensor
 
 from benchmarks.shared import data_folder
 from lightning_fedleak.attacks.base import RunFacts
-from lightning_fedleak.attacks.membership.attention import AttentionMembership, AttentionSettings
 from lightning_fedleak.attacks.membership.base import MembershipAttack
-from lightning_fedleak.attacks.public_text import PublicText
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.defenses import DefenseContext, TokenLDP
 from lightning_fedleak.evaluation.games import GameConfig, GameResult, SentencePool, play
@@ -74,14 +72,6 @@ def joined(results: list[GameResult]) -> GameResult:
         **{name: torch.cat([getattr(r, name) for r in results]) for name in columns},
         batches=torch.cat([r.batches + s for r, s in zip(results, shift, strict=True)]),
     )
-
-
-def attention(
-    layer: int, public: PublicText, args, *, name: str, **settings
-) -> AttentionMembership:
-    form = AttentionSettings(**settings)
-    sizes = {"tokens": args.tokens, "batch": args.batch}
-    return AttentionMembership(layer, public, attention=form, name=name, **sizes)
 
 
 def prepared(anatomy: Anatomy, attacks: list[MembershipAttack]) -> list[MembershipAttack]:

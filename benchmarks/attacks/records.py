@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from benchmarks.shared import parser_of, print_place, read_texts, table
+from benchmarks.shared import float_model, parser_of, print_place, read_texts, table
 from lightning_fedleak.attacks.memorization import Entities, EntityGuess
 from lightning_fedleak.cli.command_line import main as fedleak
 from lightning_fedleak.evaluation.canaries import with_entities
@@ -67,7 +67,7 @@ def rows_of(options: argparse.Namespace, tokenizer: Any, n: int, seed: int) -> l
 def epochs(options: argparse.Namespace, data: Any, seed: int) -> Iterator[tuple[int, Anatomy]]:
     """Yield a model before training (0) and after each epoch."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    model = float_model(options.model)
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     yield 0, find_anatomy(model)
     for epoch in range(options.epochs):

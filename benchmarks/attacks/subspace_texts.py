@@ -28,6 +28,7 @@ of k plain steps of SGD (learning rate ``--lr``), each on texts of its own, k ti
 
 import argparse
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -35,13 +36,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from benchmarks.attacks import subspace_words
 from benchmarks.attacks.subspace_words import SOURCE, Source, adapted, built, observed, read_options
 from benchmarks.shared import trained, with_ends, with_lora
 from lightning_fedleak.attacks import RunFacts, SubspaceTexts, UnusableObservation
 from lightning_fedleak.evaluation.metrics import TextReconstruction
 from lightning_fedleak.evaluation.metrics.texts import in_true_order
 from lightning_fedleak.model.anatomy import Anatomy, find_anatomy
-from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage, UpdateSnapshot
+from lightning_fedleak.model.snapshots import GradientSnapshot, Observation, Stage
 
 SMOKE = (
     "--model {model} --private {text} --public {text} --rank 0 --shapes 2x8 --batches 1 --budget 1",
@@ -95,19 +97,9 @@ def shared(
     kind, _, value = defense.partition(":")
     generator = torch.Generator(ids.device).manual_seed(number)
     if kind == "sgd":
-        parts = list(ids.chunk(int(value)))
-        initial = [p.detach().clone() for p in trained(model)]
-        before = {r: anatomy.parameter(r).detach().clone() for r in roles}
+        steps = [partial(backward, model, part, options) for part in ids.chunk(int(value))]
         optimizer = torch.optim.SGD(trained(model), lr=options.lr)
-        for part in parts:
-            backward(model, part, options)
-            optimizer.step()
-        shifted = {r: (before[r] - anatomy.parameter(r).detach()) / options.lr for r in roles}
-        with torch.no_grad():
-            for parameter, old in zip(trained(model), initial, strict=True):
-                parameter.copy_(old)
-        settings = {"local_steps": len(parts), "learning_rate": options.lr}
-        return Observation((UpdateSnapshot(number, Stage.SHARED, shifted, **settings),))
+        return subspace_words.updated(anatomy, roles, optimizer, steps)
     std = 0.0
     if kind == "dpsgd":
         gradients = {r: torch.zeros_like(anatomy.parameter(r)) for r in roles}

@@ -32,7 +32,8 @@ not a causal text's last token.
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,28 +179,31 @@ def shared(
     """The gradient of a batch, or the weight change of a step of ``--update`` on each."""
     anatomy = find_anatomy(model)
     if options.update:
-        return updated(model, anatomy, roles, options.update, batches, options.device)
+        parameters = [anatomy.parameter(role) for role in roles]
+        optimizer = getattr(torch.optim, options.update)(parameters, lr=RATE)
+        steps = [partial(backward, model, batch, options.device) for batch in batches]
+        return updated(anatomy, roles, optimizer, steps)
     backward(model, batches[0], options.device)
     return observed(anatomy, roles, noise, number)
 
 
 def updated(
-    model: nn.Module, anatomy: Anatomy, roles: tuple[str, ...], kind: str,
-    batches: Sequence[TokenBatch], device: str,
+    anatomy: Anatomy, roles: tuple[str, ...], optimizer: torch.optim.Optimizer,
+    backwards: Sequence[Callable[[], None]],
 ) -> Observation:  # fmt: skip
-    """The weight change of a step on each batch; the weights are put back."""
-    parameters = {r: anatomy.parameter(r) for r in roles}
-    before = {r: p.detach().clone() for r, p in parameters.items()}
-    optimizer = getattr(torch.optim, kind)(list(parameters.values()), lr=RATE)
-    for batch in batches:
-        backward(model, batch, device)
+    """The weight change of a step behind each backward pass; the weights are put back."""
+    [group] = optimizer.param_groups
+    before = {p: p.detach().clone() for p in group["params"]}
+    for compute in backwards:
+        compute()
         optimizer.step()
+    parameters, rate = {r: anatomy.parameter(r) for r in roles}, group["lr"]
+    changes = {r: (before[p] - p.detach()) / rate for r, p in parameters.items()}
     with torch.no_grad():
-        changes = {r: (before[r] - p) / RATE for r, p in parameters.items()}
-        for r, p in parameters.items():
-            p.copy_(before[r])
-    steps = len(batches)
-    update = UpdateSnapshot(0, Stage.SHARED, changes, local_steps=steps, learning_rate=RATE)
+        for p, weights in before.items():
+            p.copy_(weights)
+    steps = len(backwards)
+    update = UpdateSnapshot(0, Stage.SHARED, changes, local_steps=steps, learning_rate=rate)
     return Observation((update,))
 
 

@@ -12,9 +12,6 @@ exact gradient: sentences do not see each other).
 ``--surface tied`` attacks the matrix as shared, for a tied model the sum of head and embedding
 parts; ``--surface lora`` the B of a LoRA of ``--rank`` on the head, at its start.
 
-``--noise`` adds Gaussian noise to every coordinate, its standard deviation in units of what one
-token puts into a row (the mean norm of the hidden states over the number of tokens).
-
 ``blind-oracle`` is what no gradient is needed for: the types that are most frequent in the public
 text, as many as there really were. An attack that does no better has read nothing.
 
@@ -23,7 +20,6 @@ error ratio of the number of types) and the seconds of one attack.
 """
 
 import argparse
-import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -62,9 +58,7 @@ def long_enough(text: PublicText, length: int, count: int) -> PublicText:
     return PublicText((full if len(full) >= count else ordered)[:count])
 
 
-def composed_batches(
-    anatomy, text: PublicText, shape, count: int, seed: int, pool: int, noise: float = 0.0
-):
+def composed_batches(anatomy, text: PublicText, shape, count: int, seed: int, pool: int):
     """(gradient, types) of ``count`` batches from a pool of sentences, distinct within a batch."""
     size, length = shape
     generator = torch.Generator().manual_seed(seed)
@@ -75,11 +69,7 @@ def composed_batches(
     weight, bias = head_parameters(anatomy)
     for _ in range(count):
         chosen = parts.select(torch.randperm(parts.n_sentences, generator=generator)[:size])
-        gradient = chosen.gradient(weight, bias)
-        if noise:
-            one_token = chosen.states.norm(dim=1).mean() / len(chosen.labels)
-            gradient += noise * one_token * torch.randn(gradient.shape, generator=generator)
-        yield gradient, chosen.labels.unique()
+        yield chosen.gradient(weight, bias), chosen.labels.unique()
 
 
 def type_count_regressor(anatomy, text: PublicText, args: argparse.Namespace):
@@ -157,7 +147,7 @@ def main() -> None:
         regression_pool=(40, "public sentences of each of them, at least"),
         pool=(250, "private sentences for each shape"),
         blind_tokens=(200_000, "public tokens counted"), bos=(int, "id put before every text"),
-        noise=([0.0], "see above"), seed=0,
+        seed=0,
     )  # fmt: skip
     args = parser.parse_args()
     shared.print_place(f"torch {torch.__version__}")
@@ -175,13 +165,11 @@ def main() -> None:
     public = tokens_of(read_texts(args.public), tokenizer, args.bos, args.seed + 2, 1000)
     attacks, calibration = runners(names, anatomy, public, args)
 
-    head = ("batch", "noise", "types", "attack", "F1", "precision", "recall", "MAER", "seconds")
+    head = ("batch", "types", "attack", "F1", "precision", "recall", "MAER", "seconds")
     print(shared.table(head, []))
     shapes = [[int(n) for n in s.split("x")] for s in args.shapes.split(",")]
-    for shape, noise in itertools.product(shapes, args.noise):
-        batches = composed_batches(
-            anatomy, private, shape, args.batches, args.seed, args.pool, noise
-        )
+    for shape in shapes:
+        batches = composed_batches(anatomy, private, shape, args.batches, args.seed, args.pool)
         scores = {name: [] for name in names}
         for gradient, truth in batches:
             observed = GradientSnapshot(0, Stage.SHARED, {role: gradient}, tied=anatomy.tied)
@@ -196,7 +184,7 @@ def main() -> None:
             f1, half = columns["f1"]
             values = (f"{columns[k][0]:.4f}" for k in ("precision", "recall"))
             more = f"{columns['maer'][0]:.3f}", f"{columns['seconds'][0]:.2f}"
-            front = "x".join(map(str, shape)), f"{noise:g}", f"{columns['types'][0]:.0f}", name
+            front = "x".join(map(str, shape)), f"{columns['types'][0]:.0f}", name
             shared.print_row(*front, f"{f1:.4f} ± {half:.4f}", *values, *more)
     print(f"\ncalibration seconds: {calibration}")
 

@@ -5,8 +5,6 @@ from torch import Tensor, nn
 
 from lightning_fedleak.attacks.membership.fc import select_inputs
 
-MAX_STORED_WEIGHTS = 1 << 26  # weights of a stored first layer: 256 MiB in float32
-
 
 class CraftedFC(nn.Module):
     """Two fully connected layers whose second has K neurons that differ only in their bias.
@@ -63,30 +61,22 @@ class FrozenLinear(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-class _TwoIdentities(nn.Module):
-    """[I; -I] x + bias without storing the matrix: 4.8 GB for a sentence of 32 x 768 numbers."""
+class TwoIdentities(nn.Module):
+    """Eq. 6's first layer: W1 = [I; -I], (2 D, D), and b1 = [-T - dead_zone; T - dead_zone].
 
-    def __init__(self, bias: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("bias", bias)
-        self.bias: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., 2 D) for (..., D)."""
-        return torch.cat([x, -x], -1) + self.bias
-
-
-def two_identities(target: Tensor, dead_zone: Tensor) -> nn.Module:
-    """Return Eq. 6's first layer: W1 = [I; -I], (2 D, D), and b1 = [-T - dead_zone; T - dead_zone].
-
-    The rows of zeros in the paper's W1 are omitted, because they have no effect.
+    W1 is not stored: it has 4.8 GB for a sentence of 32 x 768 numbers. The rows of zeros in the
+    paper's W1 are omitted, because they have no effect.
 
     Args:
         target: The target T, (D,).
         dead_zone: The dead zone, a scalar tensor.
     """
-    d, bias = len(target), torch.cat([-target, target]) - dead_zone
-    if 2 * d * d > MAX_STORED_WEIGHTS:
-        return _TwoIdentities(bias)
-    eye = torch.eye(d).to(target)
-    return FrozenLinear(torch.cat([eye, -eye]), bias)
+
+    def __init__(self, target: Tensor, dead_zone: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.cat([-target, target]) - dead_zone)
+        self.bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., 2 D) for (..., D)."""
+        return torch.cat([x, -x], -1) + self.bias

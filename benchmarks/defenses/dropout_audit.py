@@ -22,13 +22,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import peft
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.shared import parser_of, quieten
+from benchmarks.shared import llama, parser_of, quieten, with_lora
 from lightning_fedleak.defenses import DPSGD
 from lightning_fedleak.defenses.dpsgd import step
 from lightning_fedleak.defenses.noise import gaussian_epsilon
@@ -42,15 +41,10 @@ VOCABULARY, LENGTH = 320, 10
 
 
 def lora() -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-    )  # fmt: skip
-    adapter = peft.LoraConfig(
-        r=4, lora_alpha=8, lora_dropout=0.05, target_modules=["q_proj", "v_proj"],
-        init_lora_weights=False,
-    )  # fmt: skip
-    return peft.get_peft_model(LlamaForCausalLM(config), adapter)
+    sizes = {"intermediate_size": 24, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    model = llama(VOCABULARY, 16, 2, heads=2, **sizes)
+    settings = {"lora_dropout": 0.05, "init_lora_weights": False}
+    return with_lora(model, 4, ["q_proj", "v_proj"], **settings)
 
 
 def gpt2() -> nn.Module:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.defenses.crafted import CraftedFC, two_identities
+from benchmarks.defenses.crafted import CraftedFC, TwoIdentities
 from lightning_fedleak.attacks.membership.base import direction_of
 from lightning_fedleak.defenses import DPSGD, DefenseContext
 from lightning_fedleak.defenses.dpsgd.poisson import PoissonBatchSampler
@@ -93,7 +93,7 @@ class PlantedNeuron:
         target = hidden[-1, -1]
         distances = (hidden.flatten(0, 1) - target).abs().sum(1)[:-1]
         tau = float(distances.min()) / 2
-        first = two_identities(target.float(), torch.tensor(0.0))
+        first = TwoIdentities(target.float(), torch.tensor(0.0))
         second = torch.full((1, 2 * len(target)), -1.0)
         crafted = CraftedFC(first, second, torch.tensor([tau]), None)
         self._insertion = inserted(anatomy, layer, crafted, scale=1.0)

@@ -17,10 +17,8 @@ a WordMembership. ``seen`` is a server that sees the replaced batch. AUC with 95
 """
 
 import argparse
-import math
-import statistics
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from itertools import product
 from typing import Any
 
@@ -35,6 +33,7 @@ from benchmarks.attacks.membership_games import (
     seen_in_clear,
 )
 from benchmarks.defenses.token_count import TokenCount
+from benchmarks.papers.tables import Mean, mean_of
 from benchmarks.shared import parser_of, print_place, print_row, table
 from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.base import MembershipAttack
@@ -79,21 +78,14 @@ def defense_of(mechanism: str, epsilon: float, rule: str, tokenizer: Any) -> Tok
     return TokenLDP(mechanism, epsilon, rule, memoize=False, **settings)
 
 
-def auc_of(texts: Collection[list[GameResult]]) -> tuple[float, float, float]:
-    """The mean of the texts' AUCs, as the paper averages, and its 95% interval.
+def auc_of(texts: Collection[list[GameResult]]) -> Mean:
+    """Return the mean of the texts' AUCs, as the paper averages, and its 95% interval.
 
     Scores of one text are not held against another's, whose sentences are longer or nearer to each
-    other. The interval joins those of the texts by their squares (Zou & Donner 2008).
+    other.
     """
-    rates = [joined(results).summary()["auc"] for results in texts]
-    value = statistics.fmean(rate.value for rate in rates)
-    down = math.hypot(*(rate.value - rate.low for rate in rates)) / len(rates)
-    up = math.hypot(*(rate.high - rate.value for rate in rates)) / len(rates)
-    return value, max(0.0, value - down), min(1.0, value + up)
-
-
-def cell(auc: Sequence[float]) -> str:
-    return f"{auc[0]:.3f} ({auc[1]:.2f} to {auc[2]:.2f})"
+    rates = (joined(results).summary()["auc"] for results in texts)
+    return mean_of([[Mean(rate.value, rate.low, rate.high)] for rate in rates])
 
 
 def main() -> None:
@@ -138,10 +130,9 @@ def main() -> None:
         games = str(len(args.text) * args.blocks * args.targets)
         for name, layers in results.items():
             aucs = {layer: auc_of(texts.values()) for layer, texts in layers.items()}
-            cells = [f"{layer}: {cell(auc)}" for layer, auc in aucs.items()]
-            # Layers share games, so the ends of their intervals are averaged.
-            mean = [statistics.fmean(ends) for ends in zip(*aucs.values(), strict=True)]
-            print_row(mechanism, f"{epsilon:g}", games, name, "; ".join(cells), cell(mean))
+            cells = "; ".join(f"{layer}: {auc}" for layer, auc in aucs.items())
+            mean = mean_of([[*aucs.values()]])  # layers share games
+            print_row(mechanism, f"{epsilon:g}", games, name, cells, str(mean))
 
 
 if __name__ == "__main__":

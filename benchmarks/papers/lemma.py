@@ -11,8 +11,7 @@ Where the paper can be read in two ways, or slips:
   in the attention; here it is the quotient (Appx. B.1, after Eq. 14: "rescaled").
 - Lemma 3's proof ends in ``exp(-2/l - ...)`` and its statement has ``exp(2/l - ...)``. The latter
   is right, and what ``Delta-bar`` has.
-- (4) holds for beta near 0 too, where its logarithm is negative; but ``P_box`` is 1 there. Beta
-  must be at least :func:`smallest_beta` for the lemma to say something.
+- (4) holds for beta near 0 too, where its logarithm is negative; but ``P_box`` is 1 there.
 - ``P_box`` is the probability that *every* component is within 3 Delta-bar of the mean. The code of
   the authors leaves out the absolute value, and takes 0 for the mean.
 - ``P_box`` is around the mean of the law, where the proof needs that of the sentence: the same for
@@ -30,12 +29,10 @@ Where the paper can be read in two ways, or slips:
 - Remark 4's "lower bound (4)" is (5), and the cube of Appx. B.2 has d_X sides, not l_X.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import brentq
 from scipy.special import betainc
 
 Floats = NDArray[np.float64]
@@ -81,61 +78,25 @@ def projection_radius(beta: ArrayLike, tokens: int, max_norm: ArrayLike) -> Floa
 
 
 def advantage_bound(
-    p_proj: ArrayLike, p_box: ArrayLike, tokens: int, n_batch: int = 1,
-    p_direction: ArrayLike | None = None,
-) -> Floats:  # fmt: skip
-    """(5): ``q + (p q)^(n l) - P_box - 1`` with ``p = q = P_proj``.
+    p_proj: ArrayLike, p_box: ArrayLike, tokens: int, p_direction: ArrayLike
+) -> Floats:
+    """(5): ``q + (p q)^l - P_box - 1`` for a batch of one sentence, as Fig. 5 has it.
 
     Args:
         p_proj: probability that a token's component along another token is within the radius.
         p_box: probability that a token lies in the cube around the mean.
         tokens: l_X.
-        n_batch: n, sentences of the client's batch.
-        p_direction: q, the same for the direction that the second head leaves out; by default
-            ``p_proj``, as in the paper.
+        p_direction: q, the same for the direction that the second head leaves out; in the paper
+            ``p_proj``.
     """
-    p = floats(p_proj)
-    q = p if p_direction is None else floats(p_direction)
-    return floats(q + (p * q) ** (n_batch * tokens) - floats(p_box) - 1)
+    p, q = floats(p_proj), floats(p_direction)
+    return floats(q + (p * q) ** tokens - floats(p_box) - 1)
 
 
-def smallest_beta(separation: float, tokens: int, max_norm: float) -> float:
-    """The least beta from which on (4) holds; infinite for a separation of 0 or below.
-
-    Raises:
-        ValueError: fewer than 2 tokens, or a separation above ``2 M^2``, which no tokens have.
-    """
-    check_arguments(tokens=tokens)
-    if not separation <= 2 * max_norm**2:
-        raise ValueError(f"separation={separation} is above 2 M^2 = {2 * max_norm**2}")
-    if separation <= 0:
-        return math.inf
-    # With y = beta Delta, (4) reads y - log y >= level; level > 1 as Delta <= 2 M^2.
-    level = 2 / tokens + math.log(2 * (tokens - 1) * tokens) + 2 * math.log(max_norm)
-    level -= math.log(separation)
-    root = brentq(lambda y: y - math.log(y) - level, 1.0, 2 * level + 2, xtol=1e-13, rtol=1e-14)
-    return float(root) / separation
-
-
-def direction_probability(dim: int, radius: ArrayLike, norm: ArrayLike = 1.0) -> Floats:
-    """P(|<x, u>| <= radius) for u uniform on the sphere of R^d and ``|x| = norm``."""
-    r, size = np.broadcast_arrays(np.maximum(floats(radius), 0.0), floats(norm))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.where(size > 0, np.minimum(r / size, 1.0), 1.0)
-    return floats(betainc(0.5, (dim - 1) / 2, share**2) if dim > 1 else share >= 1)
-
-
-_LEAST = {"dim": 2, "tokens": 2, "n_batch": 1, "runs": 2}
-
-
-def check_arguments(**given: float) -> None:
-    """Ranges of the arguments that several functions share, by their names."""
-    for name, value in given.items():
-        if name == "beta":
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"beta must be positive and finite, got {value!r}")
-        elif not isinstance(value, int) or isinstance(value, bool) or value < _LEAST[name]:
-            raise ValueError(f"{name} must be an integer of at least {_LEAST[name]}, got {value!r}")
+def direction_probability(dim: int, radius: ArrayLike) -> Floats:
+    """P(|<x, u>| <= radius) for u uniform on the sphere of R^d and ``|x| = 1``."""
+    share = np.clip(floats(radius), 0.0, 1.0)
+    return floats(betainc(0.5, (dim - 1) / 2, share**2))
 
 
 def floats(value: ArrayLike) -> Floats:

@@ -6,7 +6,6 @@ they use a threshold fitted on separate games, since our decision rules expect e
 authors' protocol, the authors' rule (the mean of all scores).
 """
 
-import argparse
 import functools
 import math
 import statistics
@@ -22,7 +21,6 @@ from transformers import AutoTokenizer
 from benchmarks.attacks import membership_games
 from benchmarks.attacks.membership_games import (
     RANDOMISED_LADDER,
-    attention,
     halves,
     joined,
     played_on_replaced,
@@ -34,6 +32,7 @@ from benchmarks.papers.cells import Cell, Row, chosen
 from benchmarks.papers.reference import ReferenceLDP
 from benchmarks.papers.synthetic import LAWS, LENGTHS, beta_of, simulate_bound
 from benchmarks.papers.tables import Grid, Results, Shown, Table, finding, mean_of, number, rate_of
+from lightning_fedleak.attacks.membership.attention import AttentionMembership
 from lightning_fedleak.attacks.membership.base import MembershipAttack
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.public_text import PublicText
@@ -155,17 +154,17 @@ def adversaries(
     group: str, layers: Sequence[int], public: PublicText, tokens: int, batch: int, **fc: Any
 ) -> list[MembershipAttack]:
     """Those of a group for each layer; ``fc`` are settings of A_FC."""
-    args = argparse.Namespace(tokens=tokens, batch=batch)
     attacks: list[MembershipAttack] = []
+    sizes: dict[str, Any] = {"tokens": tokens, "batch": batch}
     for k in layers:
         if group == "crafted":
             attacks.append(FCMembership(k, "full", tokens=tokens, name="FC-Full", **fc))
             attacks.append(FCMembership(k, tokens=tokens, name="FC-Token", **fc))
-            attacks.append(attention(k, public, args, name="Attn"))
+            attacks.append(AttentionMembership(k, public, name="Attn", **sizes))
         elif group == "published":
             for gamma, name in (({}, "as published"), ({"gamma": "lemma"}, "the lemma's gamma")):
-                shared = {"tokens": tokens, "batch": batch, "name": f"Attn, {name}"}
-                attacks.append(PublishedAttention(k, public, **gamma, **shared))
+                name = f"Attn, {name}"
+                attacks.append(PublishedAttention(k, public, **gamma, **sizes, name=name))
         else:
             for granularity, name in (("full", "AMI FC Full"), ("token", "AMI FC Token")):
                 attacks.append(TrainedMembership(k, public, granularity, tokens=tokens, name=name))
@@ -272,7 +271,7 @@ def measure_lemma(
     """Lemma 2's bound on simulated data."""
     point = simulate_bound(law, dim, tokens, beta_of(law, dim), runs=runs, seed=seed)
     row: Row = {"condition_holds": vars(point.condition_holds)}
-    for name in ("bound", "random_direction", "condition_ratio"):
+    for name in ("bound", "random_direction"):
         estimate = getattr(point, name)
         row[name] = {end: getattr(estimate, end) for end in ("value", "low", "high")}
     return [row]

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -32,8 +32,6 @@ class SimulatedBound:
     """Lemma 2 for tokens of a known law, over simulated data sets.
 
     Attributes:
-        condition_ratio: Delta over the right side of (4), Fig. 5 right; NaN where that is not
-            positive.
         condition_holds: share of data sets in which (4) holds; in the others (5) is no bound.
         p_box: the probability in (5).
         bound: (5), Fig. 5 left; not clipped at 0.
@@ -41,7 +39,6 @@ class SimulatedBound:
             Algorithm 1 draws it.
     """
 
-    condition_ratio: lemma.Estimate
     condition_holds: Rate
     p_box: lemma.Estimate
     bound: lemma.Estimate
@@ -54,7 +51,6 @@ def projection_probability(law: Law, dim: int, radius: ArrayLike) -> lemma.Float
     One-hot: 1, as different basis vectors are orthogonal. Gaussian: the component is standard
     normal. Spherical: its square is Beta(1/2, (d - 1)/2) distributed, whatever the law of v.
     """
-    _check_law(law)
     r = np.maximum(lemma.floats(radius), 0.0)
     if law == "one_hot":
         return np.ones_like(r)
@@ -74,8 +70,6 @@ def box_probability(
     probabilities is below 1e-6, that product. It bounds ``P_box`` from above, since the squares of
     the components, Dirichlet distributed, are negatively associated (Joag-Dev and Proschan 1983).
     """
-    _check_law(law)
-    lemma.check_arguments(dim=dim)
     if law == "one_hot":
         exact = float(half_width >= 1 - 1 / dim)
     elif law == "gaussian":
@@ -92,10 +86,10 @@ def box_probability(
 
 
 def simulate_bound(
-    law: Law, dim: int, tokens: int, beta: float, *, n_batch: int = 1, runs: int = 200,
-    box_draws: int = 100, seed: int = 0,
+    law: Law, dim: int, tokens: int, beta: float, *, runs: int = 200, box_draws: int = 100,
+    seed: int = 0,
 ) -> SimulatedBound:  # fmt: skip
-    """(5) for data of a known law, averaged over simulated data sets; Fig. 5 has n_batch 1.
+    """(5) for data of a known law, averaged over simulated data sets of one sentence.
 
     Delta and M of each data set come from its tokens' products. Those of Gaussian tokens are drawn
     as such (Bartlett's decomposition of a Wishart matrix), which is exact and costs the same for
@@ -107,23 +101,15 @@ def simulate_bound(
         dim: d_X, at least 2; for one-hot at least ``tokens``.
         tokens: l_X, at least 2.
         beta: what multiplies the products; Fig. 5 has 10 (one-hot, spherical), 10 / d (Gaussian).
-        n_batch: sentences of a data set.
         runs: data sets, at least 2.
         box_draws: tokens drawn in a run for ``P_box``.
         seed: of an own generator.
 
     Returns:
         Means over the runs with Student's t intervals.
-
-    Raises:
-        ValueError: an argument is out of its range.
     """
-    _check_law(law)
-    lemma.check_arguments(dim=dim, tokens=tokens, n_batch=n_batch, runs=runs, beta=beta)
-    if law == "one_hot" and dim < tokens:
-        raise ValueError(f"{tokens} one-hot tokens, all different, need dim >= {tokens}, got {dim}")
     rng = np.random.default_rng(seed)
-    sample = [_separation_and_norm(law, dim, tokens, n_batch, rng) for _ in range(runs)]
+    sample = [_separation_and_norm(law, dim, tokens, rng) for _ in range(runs)]
     delta, norm = (np.array(column) for column in zip(*sample, strict=True))
     needed = lemma.condition(beta, tokens, norm)
     error = lemma.retrieval_error(beta, tokens, delta, norm)
@@ -135,31 +121,30 @@ def simulate_bound(
     p_box = np.array([box.value for box in boxes])
     holds = int((delta >= needed).sum())
     return SimulatedBound(
-        condition_ratio=_mean(np.where(needed > 0, delta / needed, np.nan)),
         condition_holds=proportion(holds, runs, lemma.CONFIDENCE),
         p_box=_within_unit(_mean(p_box)),
-        bound=_mean(lemma.advantage_bound(p_proj, p_box, tokens, n_batch)),
-        random_direction=_mean(lemma.advantage_bound(p_proj, p_box, tokens, n_batch, p_direction)),
+        bound=_mean(lemma.advantage_bound(p_proj, p_box, tokens, p_proj)),
+        random_direction=_mean(lemma.advantage_bound(p_proj, p_box, tokens, p_direction)),
     )
 
 
 def _separation_and_norm(
-    law: Law, dim: int, tokens: int, n_batch: int, rng: np.random.Generator
+    law: Law, dim: int, tokens: int, rng: np.random.Generator
 ) -> tuple[float, float]:
     """Delta and M of one data set."""
     if law == "one_hot":
         return 1.0, 1.0
     width = min(tokens, dim)
-    factor = np.tril(rng.standard_normal((n_batch, tokens, width)))
+    factor = np.tril(rng.standard_normal((tokens, width)))
     diagonal = np.arange(width)
     freedom = dim - diagonal
-    factor[:, diagonal, diagonal] = np.sqrt(rng.chisquare(freedom, (n_batch, width)))
+    factor[diagonal, diagonal] = np.sqrt(rng.chisquare(freedom))
     if law == "spherical":
-        factor /= np.linalg.norm(factor, axis=2, keepdims=True)
-    products = factor @ factor.transpose(0, 2, 1)
-    squared_norms = np.diagonal(products, axis1=1, axis2=2).copy()
-    products[:, np.arange(tokens), np.arange(tokens)] = -np.inf
-    return float((squared_norms - products.max(2)).min()), float(np.sqrt(squared_norms.max()))
+        factor /= np.linalg.norm(factor, axis=1, keepdims=True)
+    products = factor @ factor.T
+    squared_norms = np.diagonal(products).copy()
+    np.fill_diagonal(products, -np.inf)
+    return float((squared_norms - products.max(1)).min()), float(np.sqrt(squared_norms.max()))
 
 
 def _largest_components(dim: int, draws: int, rng: np.random.Generator) -> lemma.Floats:
@@ -187,8 +172,3 @@ def _mean(values: lemma.Floats) -> lemma.Estimate:
 
 def _within_unit(estimate: lemma.Estimate) -> lemma.Estimate:
     return replace(estimate, low=max(0.0, estimate.low), high=min(1.0, estimate.high))
-
-
-def _check_law(law: str) -> None:
-    if law not in get_args(Law):
-        raise ValueError(f"law must be one of {get_args(Law)}, got {law!r}")

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from benchmarks.defenses.crafted import CraftedFC, FrozenLinear, two_identities
+from benchmarks.defenses.crafted import CraftedFC, FrozenLinear, TwoIdentities
 from benchmarks.defenses.planted import inserted
 from benchmarks.papers.baselines import PublishedAttention, TrainedMembership
 from lightning_fedleak.attacks import AttentionMembership, FCMembership, MembershipAttack
@@ -105,7 +105,7 @@ def craft(attack: MembershipAttack, target: Tensor) -> CraftedFC | CraftedAttent
     if isinstance(attack, FCMembership):  # Algorithm 2: the layers of Eq. 6
         taus, zones = attack.settings(target[None])
         target = target.detach().to(taus.dtype)
-        first = two_identities(target, zones[0])
+        first = TwoIdentities(target, zones[0])
         second = target.new_full((1, 2 * len(target)), -1.0)
         return CraftedFC(first, second, taus[0], attack.read_together)
     if isinstance(attack, TrainedMembership):

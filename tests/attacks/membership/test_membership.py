@@ -507,7 +507,7 @@ def test_the_weights_are_those_of_equation_6():
     attack = FCMembership(1, tau=0.25, dead_zone=0.0, ladder=(1.0,))
     layers = craft(attack, target)
     eye = torch.eye(3)
-    assert torch.equal(layers.first.weight, torch.cat([eye, -eye]))
+    assert torch.equal(layers.first(eye) - layers.first.bias, torch.cat([eye, -eye]).T)
     assert torch.equal(layers.first.bias, torch.cat([-target, target]))
     assert torch.equal(layers.second, -torch.ones(1, 6))
     assert layers.bias.tolist() == [0.25]

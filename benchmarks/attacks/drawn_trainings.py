@@ -4,6 +4,8 @@
     python -m benchmarks.attacks.drawn_trainings --only 17 --runs 1  # the draw of a refutation
     python -m benchmarks.attacks.drawn_trainings --kind large       # how often a gate decides
     python -m benchmarks.attacks.drawn_trainings --kind untouched   # what is unknown without cause
+    python -m benchmarks.attacks.drawn_trainings --kind declared    # changed before a defence acts
+    python -m benchmarks.attacks.drawn_trainings --kind identity    # watched and unwatched weights
 
 A training draws its loss (also of a fused head, of preferences, with a term of the weights alone),
 what it trains, dropout, noise on embeddings, precision, batch, the step that is looked at, and what
@@ -20,8 +22,14 @@ distinguish there.
 Of the kind ``large`` batches have 192 to 512 tokens, as many as attacks can distinguish or more,
 and nothing hides them: no dropout, no noise, no rounding. There a gate should decide. The kind
 ``untouched`` has gradients that nothing but a declared defence changes, of a size over six decades.
+Of the kind ``declared`` each training has such a defence, and most multiply all or some of their
+gradients by 1e-4 to 1e4 before it acts, or touch them otherwise. Where a bound on all readers is
+below the gate's limit, the number should be known. Of the kind ``identity`` each training is run
+watched and unwatched, and within its steps the model is copied, averaged and saved: the weights
+must be equal to the bit.
 """
 
+import copy
 import io
 import itertools
 import json
@@ -43,11 +51,14 @@ from peft import LoraConfig, get_peft_model
 from scipy.stats import chi2, hypergeom
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from benchmarks.shared import llama, parser_of, quieten
 from lightning_fedleak.attacks import HONEST_BUT_CURIOUS
 from lightning_fedleak.defenses import (
+    DPSGD,
+    ActivationCompression,
     ActivationNoise,
     Defense,
     DefenseError,
@@ -57,7 +68,13 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.trainers import DefendedLoop, Threshold, Watch, WatchSettings
 
-SMOKE = ("--runs 1", "--kind large --runs 1", "--kind untouched --runs 1")
+SMOKE = (
+    "--runs 1",
+    "--kind large --runs 1",
+    "--kind untouched --runs 1",
+    "--kind declared --runs 1",
+    "--kind identity --runs 1",
+)
 
 REFUTES = 0.15
 CHANCE = 1e-3
@@ -103,6 +120,8 @@ class Training:
     sigma: float = 0.0
     defence: str = "GradientNoise"
     half_base: bool = False
+    factor: float = 1.0
+    scaled: str = "all"
 
     @classmethod
     def drawn(cls, seed: int) -> "Training":
@@ -155,8 +174,24 @@ class Training:
             if plain.part != "whole" and draw.random() < 0.3:  # as TRL trains over a float16 file
                 return replace(plain, precision="bf16-mixed", half_base=True)
             return replace(plain, compiled=draw.random() < 0.3)
-        sigma, defence = 10 ** draw.uniform(-6, 0), draw.choice([*DEFENCES])
+        sigma, defence = 10 ** draw.uniform(-6, 0), draw.choice([*DEFENCES][:5])
         return replace(plain, sigma=sigma, defence=defence)
+
+    @classmethod
+    def declared(cls, seed: int) -> "Training":
+        """Return a training with a declared defence, before which its own code may act."""
+        draw = random.Random(-seed)
+        plain = replace(cls.plain(seed), batch="the same", defence=draw.choice(list(DEFENCES)))
+        if plain.defence == "DPSGD":
+            rows, length = draw.choice([(4, 8), (8, 8), (8, 16)])
+            sizes = {"rows": rows, "length": length, "noise": 0.0}
+            plain = replace(plain, loss=draw.choice(["plain", "answers only"]), **sizes)
+        touch = draw.choice([plain.touch, "factor", "factor", "factor", "nothing"])
+        touch = "nothing" if plain.defence == "DPSGD" else touch  # which refuses changed gradients
+        factor = 10 ** draw.uniform(-4, 4) if touch == "factor" else 1.0
+        scaled = draw.choice(list(SCALED)) if touch == "factor" else "all"
+        sigma = 10 ** draw.uniform(-5, 1)
+        return replace(plain, touch=touch, factor=factor, scaled=scaled, sigma=sigma)
 
     def defences(self) -> list[Defense]:
         """Return the declared defences."""
@@ -164,7 +199,8 @@ class Training:
 
     def noise_std(self) -> float:
         """Return the standard deviation of the declared noise on each gradient."""
-        return self.sigma * self.defence.startswith("GradientNoise")
+        is_noise = self.defence in ("GradientNoise", "GradientNoise, clipped", "DPSGD")
+        return self.sigma * is_noise / (self.rows if self.defence == "DPSGD" else 1)
 
     def setting(self) -> str:
         """Return what a table of looks is sorted by."""
@@ -220,7 +256,19 @@ DEFENCES: dict[str, Callable[[float], Defense]] = {
     "ActivationNoise": lambda sigma: ActivationNoise(1, sigma),
     "TokenLDP": lambda sigma: TokenLDP("grr", 1 / sigma, special_ids=[]),
     "GradientCompression": lambda _: GradientCompression("int8"),
+    "top k": lambda size: GradientCompression("topk", share=min(1.0, 0.01 + size / 10)),
+    "ActivationCompression": lambda size: ActivationCompression(1, 1 + int(4.7 * size)),
+    "DPSGD": lambda sigma: DPSGD(1.0, sigma, target_delta=1e-3),
 }
+
+SCALED: dict[str, Callable[[str], bool]] = {
+    "all": lambda name: True,
+    "embedding or A": lambda name: "embed_tokens" in name or "lora_A" in name,
+    "head or B": lambda name: "lm_head" in name or "lora_B" in name,
+    "first block": lambda name: "layers.0." in name,
+    "all but the first block": lambda name: "layers.0." not in name,
+}
+"""Of which parameters, by name, a training multiplies the gradients."""
 
 
 # ---- losses: of a model, ids, and (B, L) what counts -------------------------------------------
@@ -332,6 +380,8 @@ class Verdict:
     """What came of one training."""
 
     looks: Counter[str] = field(default_factory=Counter)
+    bounded: Counter[str] = field(default_factory=Counter)
+    copies: list[Mapping[str, Tensor]] = field(default_factory=list)
     refuted: list[str] = field(default_factory=list)
     aggregated: list[str] = field(default_factory=list)
 
@@ -447,8 +497,12 @@ def judge(
     if number is None or "leakage/worst/words" not in watch.engine.results.look_values:
         verdict.looks["no result yet"] += 1
         return
+    bounds = [v for n, v in latest.items() if n.endswith("/bound") and not math.isnan(v)]
+    is_bounded = bool(bounds) and max(bounds) <= gate.at_most
     if fired:
-        verdict.looks["unknown" if math.isnan(fired[-1].value) else "fired"] += 1
+        unknown = fired[-1].value != fired[-1].value
+        verdict.looks["unknown" if unknown else "fired"] += 1
+        verdict.bounded[str(fired[-1].why) if unknown else "fired"] += is_bounded
         return
     controls = {n: v for n, v in latest.items() if n.endswith("/control_of_a_part")}
     parted = any(
@@ -456,6 +510,7 @@ def judge(
         for n, part in controls.items()
     )
     verdict.looks["by aggregation" if parted else "low"] += 1
+    verdict.bounded["low"] += is_bounded
     rates = shown_of(latest)
     for name, f1 in read_alone(training, seen).items():
         if f1 > number + REFUTES:
@@ -475,13 +530,17 @@ def check_truth(
             verdict.refuted.append(f"{training}\n    {why}")
 
 
-def run(training: Training, folder: Path, at_most: float) -> Verdict:
+def run(
+    training: Training, folder: Path, at_most: float, *, watched: bool = True, copying: bool = False
+) -> Verdict:
     """Train, look, and ask readers of its own where the gate lets a look pass."""
     verdict, model = Verdict(), training.model()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], training.rate)
     own = TOUCHES.get(training.touch, lambda _, g: g)
+    scaled = {id(p) for n, p in model.named_parameters() if SCALED[training.scaled](n)}
 
     def touch(p: nn.Parameter, g: Tensor) -> Tensor:
+        g = g * training.factor if id(p) in scaled else g
         return own(p, g) + training.penalty * p.detach() if training.penalty else own(p, g)
 
     called: Any = torch.compile(model, backend="aot_eager") if training.compiled else model
@@ -497,16 +556,21 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
     steps = range(max(training.step, 2) + 1)
     rows = [{"input_ids": training.ids(step)} for step in steps]
     loader: Any = DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+    if training.defence == "DPSGD":  # which draws its own batches
+        texts = [{"input_ids": text} for batch in rows for text in batch["input_ids"]]
+        loader = DataLoader(texts, batch_size=training.rows, shuffle=True)  # type: ignore[arg-type]
     defended: Any = nullcontext()
     if defences := training.defences():
         precision = "bf16-mixed" if training.precision == "bf16-mixed" else None
         defended = DefendedLoop(called, optimizer, loader, defences, epochs=1, precision=precision)
-    due: Any = {"folder": folder, "every_n_steps": max(1, training.step)}
-    watching = Watch(called, optimizer, "auto", [gate], settings=settings, **due)
+    watching: Any = nullcontext()
+    if watched:
+        looks = {"folder": folder, "every_n_steps": max(1, training.step)}
+        watching = Watch(called, optimizer, "auto", [gate], settings=settings, **looks)
     with defended as loop, watching as watch:
         for step, given in enumerate(loader if loop is None else loop):
             ids = given["input_ids"]
-            looks = watch.engine.results.looks
+            looks = watch.engine.results.looks if watched else 0
             counted = torch.ones_like(ids)
             if training.loss in ("answers only", "loss mask"):
                 counted[:, : training.length // 2] = 0
@@ -516,7 +580,7 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
             else:
                 batch["labels"] = ids.masked_fill(counted == 0, -100)
             fired.clear()
-            with watch.step(batch):
+            with watch.step(batch) if watched else nullcontext():
                 if training.batch == "cropped":
                     ids, counted = ids[:, : max(4, training.length // 2)], torch.ones_like(ids)
                 elif training.batch == "another":
@@ -530,6 +594,8 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
                     if p.grad is not None:
                         p.grad.copy_(touch(p, p.grad))
                 weights = {n: t.clone() for n, t in model.state_dict().items()}
+                if copying:
+                    verdict.copies.append(copied(training, model, folder))
                 optimizer.step()  # which a declared defence acts in
                 gradients = {
                     n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
@@ -537,17 +603,52 @@ def run(training: Training, folder: Path, at_most: float) -> Verdict:
                 written = training.ids(step) if training.defence == "TokenLDP" else ids
                 truths[step] = Seen(true_words(written, counted), gradients, weights)
                 optimizer.zero_grad()
-            if watch.engine.results.looks > looks:
+            if watched and watch.engine.results.looks > looks:
                 seen = truths[watch.engine.results.last_step]
                 judge(training, watch, seen, gate, fired, verdict)
+    verdict.copies.append(model.state_dict())
     # Of a compiled model words are read from the batch, which has no mask of the loss.
-    if not training.compiled and training.defence != "TokenLDP":
+    if watched and not training.compiled and training.defence != "TokenLDP":
         check_truth(training, folder, truths, verdict)
     return verdict
 
 
+def copied(training: Training, model: nn.Module, folder: Path) -> Mapping[str, Tensor]:
+    """Return the weights of copies of a model: averaged, and saved, if its hooks can be saved."""
+    averaged = AveragedModel(copy.deepcopy(model))
+    averaged.update_parameters(model)
+    saved: nn.Module = averaged
+    if not (training.noise or training.own_dropout):
+        torch.save(model, folder / "copy.pt")
+        saved = torch.load(folder / "copy.pt", weights_only=False)
+    return {**averaged.module.state_dict(), **dict(saved.named_parameters("saved"))}
+
+
+def compare(training: Training, folder: Path, at_most: float) -> Verdict:
+    """Return the looks of a training, refuted if its weights depend on whether it is watched."""
+    both = []
+    for watched in (True, False):
+        torch.compiler.reset()
+        both.append(run(training, folder, at_most, watched=watched, copying=True))
+    with_looks, without = both
+    pairs = zip(with_looks.copies, without.copies, strict=True)
+    equal = all(set(x) == set(y) and all(torch.equal(x[n], y[n]) for n in x) for x, y in pairs)
+    refuted = [] if equal else [f"{training}\n    watched weights differ"]
+    return replace(with_looks, refuted=refuted)
+
+
+KINDS: dict[str, Callable[[int], Training]] = {
+    "drawn": Training.drawn,
+    "large": Training.large,
+    "untouched": Training.untouched,
+    "declared": Training.declared,
+    # A counter in a closure is state that no module holds, which a repeated step moves on.
+    "identity": lambda seed: replace(Training.drawn(seed), own_dropout=0.0),
+}
+
+
 def main() -> int:
-    kinds = ("drawn", ("drawn", "large", "untouched"))
+    kinds = ("drawn", ", ".join(KINDS))
     parser = parser_of(
         __doc__, runs=100, only=(0, "the first draw"), kind=kinds, at_most=(0.5, "of the gate")
     )
@@ -555,23 +656,26 @@ def main() -> int:
     quieten()
     total, start = Verdict(), time.monotonic()
     by_setting: dict[str, Counter[str]] = {}
+    judge_run = compare if options.kind == "identity" else run
     for seed in range(options.only, options.only + options.runs):
-        training = getattr(Training, options.kind)(seed)
+        training = KINDS[options.kind](seed)
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
             try:
-                verdict = run(training, Path(folder), options.at_most)
+                verdict = judge_run(training, Path(folder), options.at_most)
             except ValueError as refusal:  # a gate on what nothing reads is refused
                 if "not 'safe'" not in str(refusal) and not isinstance(refusal, DefenseError):
                     raise
                 verdict = Verdict(Counter({"refused": 1}))
         total.looks += verdict.looks
+        total.bounded += verdict.bounded
         total.refuted += verdict.refuted
         total.aggregated += verdict.aggregated
         by_setting.setdefault(training.setting(), Counter()).update(verdict.looks)
         for line in verdict.refuted:
             print("REFUTED", line, flush=True)
     print(f"{options.runs} trainings, {time.monotonic() - start:.0f} s, looks: {dict(total.looks)}")
-    if options.kind == "untouched":
+    print(f"looks with a bound on all readers of at most the limit: {dict(total.bounded)}")
+    if options.kind in ("untouched", "declared"):
         for setting, looks in sorted(by_setting.items()):
             print(f"  {setting}: {dict(looks)}")
     print(f"known and refuted: {len(total.refuted)}; by aggregation, and another reads more:")

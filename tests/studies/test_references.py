@@ -107,6 +107,8 @@ def test_the_score_is_the_one_of_a_list_of_references(folder: Path, tmp_path: Pa
 
 def test_references_show_what_was_trained_on_and_nothing_else(folder, tmp_path, monkeypatch):
     settings = {"references": 2, "out": tmp_path / "out.json", "records": tmp_path / "list.jsonl"}
+    for place in ("attacks.memorization.references", "engine.reference"):
+        monkeypatch.setattr(f"lightning_fedleak.{place}.MIN_WEIGHT", -1.0)  # here it is near 0
     status, text = command(folder, at_most=[(None, 0.8)], **settings)
     assert status == 3
     assert "combined_reference/auc is shown to be at least" in text
@@ -125,6 +127,10 @@ def test_references_show_what_was_trained_on_and_nothing_else(folder, tmp_path, 
     again = json.loads((tmp_path / "out.json").read_text())["attacks"]
     assert again["combined_reference"] == attacks["combined_reference"]
     monkeypatch.undo()
+    _, text = command(folder, **settings)
+    assert "it is not used, because its weight" in text
+    assert "with 2 references" not in text
+    assert "references" not in RecordList.load(tmp_path / "list.jsonl").head
     command(folder, "null", **settings)
     null = json.loads((tmp_path / "out.json").read_text())["attacks"]["combined_reference"]
     assert null["auc_low"] < 0.5 < null["auc_high"]

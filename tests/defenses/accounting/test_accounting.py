@@ -504,27 +504,23 @@ def spend(budget: Budget, most: int) -> int:
             budget.check_affords_another()
         except BudgetSpent:
             return released
-        budget.settle_next()[1]()
+        budget.count_release()
     return most
 
 
 @pytest.mark.parametrize("path", [None, "ledger"])
-def test_a_settled_release_counts_until_the_budget_changes(
-    path: str | None, tmp_path: Path
-) -> None:
+def test_a_release_counts_with_the_noise_of_the_budget(path: str | None, tmp_path: Path) -> None:
     local = fixed(2.0)
     if path:
         local.open_ledger(tmp_path / path)
     local.settle(0.1, DELTA, lambda: BUDGET_STEPS)
-    noise, count = local.settle_next()
-    assert local.next_release == (noise, count)
-    for _ in range(3):
-        count()
-    assert (noise, local.accountant.history) == (2.0, ((2.0, 0.1, 3),))
+    for local.is_counted in (True, False, True, True):
+        local.count_release()
+    assert (local.noise_now, local.accountant.history) == (2.0, ((2.0, 0.1, 3),))
     local.noise_multiplier = 3.0
-    assert local.next_release is None
     with pytest.raises(DefenseError, match="are not those of earlier releases"):
-        local.settle_next()
+        local.count_release()
+    assert local.accountant.steps == 3
 
 
 @pytest.mark.parametrize(("kind", "saved"), [("rdp", False), ("rdp", True), ("filter", False)])

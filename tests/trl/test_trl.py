@@ -28,6 +28,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat, SubspaceWords
 from lightning_fedleak.attacks import GradientMembership, PublicText, SubspaceMembership
 from lightning_fedleak.attacks.memorization import (
+    LossRatio,
     PolicyDrift,
     PreferenceMargin,
     RewardGain,
@@ -87,6 +88,10 @@ ROWS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "packed": (
         [{"text": r["prompt"] + r["completion"]} for r in pairs()],
         {"packing": True, "max_length": 60},
+    ),
+    "padding-free": (
+        [{"text": r["prompt"] + r["completion"]} for r in pairs()],
+        {"padding_free": True, "max_length": None, "pad_to_multiple_of": 64},
     ),
     "completion only": (pairs(), {}),
     "assistant only": (conversations(), {"assistant_only_loss": True}),
@@ -201,7 +206,7 @@ def test_sft_reads_the_rows_that_the_trainer_made(tmp_path: Path, rows: str) -> 
     logged = {(line["attack"], line["step"]): line for line in lines(tmp_path)}
     for number, batch in enumerate(batches.kept):
         texts = documents(batch)
-        if rows == "packed":
+        if rows in ("packed", "padding-free"):
             assert len(batch["input_ids"]) == 1
             assert len(texts) >= 4
         read, predicted = true_types(texts)
@@ -236,6 +241,22 @@ def test_a_base_in_float16_under_bfloat16_is_made_again(tmp_path: Path) -> None:
     callback = watched(trainer, [SubspaceWords(capacity_seconds=0)])
     trainer.train()
     assert callback.latest["leakage/step/unexplained"] < 1e-6
+
+
+def test_training_is_not_disturbed(tmp_path: Path) -> None:
+    weights, losses = [], []
+    for on in (False, True):
+        trainer = sft(tmp_path / str(on), "packed", neftune_noise_alpha=5.0)
+        if on:
+            watched(trainer, [BagOfWords(), FlatChat(n_types=20)])
+        trainer.train()
+        weights.append([*trainer.model.parameters()])
+        kept = ("loss", "entropy", "num_tokens", "mean_token_accuracy")
+        logs = [{n: log[n] for n in kept if n in log} for log in trainer.state.log_history]
+        losses.append([log for log in logs if "entropy" in log])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3
+    assert all(map(torch.equal, *weights))
 
 
 def test_dpo_reads_pairs_or_says_why_not(tmp_path: Path) -> None:
@@ -280,6 +301,15 @@ def test_gates_on_what_pairs_hide_are_breached(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.global_step == 1
     assert gate.fired is not None
+
+
+def test_weights_are_asked_about_pairs_by_attacks_on_pairs_alone(tmp_path: Path) -> None:
+    trainer = dpo(tmp_path, copies=25)
+    trainer.train_dataset, _ = leave_out(trainer.train_dataset, 400, seed=1)
+    settings = WatchSettings(memorization=Memorization(max_overhead=4 / 3, looks=(0.5,)))
+    words = r"DPOTrainer .* remove loss_ratio from attacks=; PreferenceMargin"
+    with pytest.raises(ValueError, match=words):
+        LeakageCallback(trainer, [LossRatio(), PreferenceMargin()], settings=settings)
 
 
 # Each of TRL's trainers, whose losses never call the output head: words, signs, and controls.

@@ -243,8 +243,8 @@ class TrainedReferences:
                     torch.manual_seed(number)  # for a new head, adapters, order and dropout
                     anatomy = load_released(str(options.base), config, head, "--references")
                     trained = self._train(anatomy.model, rows, head, tokenizer)
-                    asked = self.texts, mask, "--references", options.dtype
-                    answer = query_texts(trained, *asked)
+                    query = self.texts, mask, "--references", options.dtype
+                    answer = query_texts(trained, *query)
                     if path is not None:
                         path.parent.mkdir(parents=True, exist_ok=True)
                         save_private(path, answer._asdict())

@@ -1,6 +1,5 @@
 """The line's manners and the helper's refusals, on two threads; and the example as it is run."""
 
-import copy
 import doctest
 import runpy
 import threading
@@ -125,15 +124,13 @@ def test_what_leaves_can_be_changed(line):
     with torch.no_grad():
         clean = split.bottom.eval().states(IDS)
         expected = split.top.eval().output(clean + noise).logits
-    with SplitClient(split, client, on_send=lambda h: h + noise[:, : h.shape[1]]) as local:
+    with SplitClient(split, client, on_send=lambda h: h + noise) as local:
         torch.testing.assert_close(local.logits(IDS), expected)
-        local.generate(IDS, 3)
         local.train_step(IDS, IDS)
     assert serving.ended() is None
-    first, generated, trained = (next(iter(s.tensors.values())) for s in serving.server.received)
+    first, trained = (next(iter(s.tensors.values())) for s in serving.server.received)
     torch.testing.assert_close(first, clean + noise)
     torch.testing.assert_close(trained, clean + noise)
-    assert generated.shape == (2, 8, 16)
     assert all(p.grad is not None for p in split.bottom.parameters())
 
 
@@ -246,17 +243,15 @@ def test_the_server_reads_the_message(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", [str(EXAMPLE)])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     printed = capsys.readouterr().out
-    message, reply = printed.splitlines()
-    assert message.startswith("message: 29 tokens")
-    assert float(message.split()[-1]) > 0.8
-    assert float(reply.split()[-1]) > 0.5
+    assert printed.startswith("message: 29 tokens")
+    assert float(printed.split()[-1]) > 0.8
     assert "chainsaw" not in printed, "the text is shown with --reveal only"
 
 
 # A model that is split between a client and a server gives what the whole model gives.
 
 
-NEW, WHOLE_MODEL_TIMEOUT = 6, 600.0
+WHOLE_MODEL_TIMEOUT = 600.0
 SGD = partial(torch.optim.SGD, lr=0.02)
 
 
@@ -343,15 +338,13 @@ def runs(tmp_path_factory):
         with SplitClient(split, channel, optimizer=SGD) as client:
             output["losses"] = [client.train_step(x, y, **z) for x, y, z in batches(name)]
             output["logits"] = client.logits(ids, mask)
-            if "bert" not in name:
-                output["tokens"] = client.generate(ids, NEW, mask)
         server.join(WHOLE_MODEL_TIMEOUT)
     return results
 
 
 @pytest.fixture(scope="module")
 def unsplit():
-    """The same steps on the whole model: itself, its states in the last logits, what they were."""
+    """The same steps on the whole model: itself, its losses, its last logits and states."""
 
     def run(name):
         case = CASES[name]
@@ -368,12 +361,7 @@ def unsplit():
         ids, mask = prompt()
         with torch.no_grad():
             output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
-            tokens = None
-            if "bert" not in name:
-                tokens = model.generate(
-                    ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None
-                )
-        return model, losses, output, tokens
+        return model, losses, output
 
     return {name: run(name) for name in CASES}
 
@@ -384,7 +372,7 @@ def near(a, b) -> bool:
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_the_whole_model(runs, unsplit, name):
-    run, (model, losses, _, _) = runs[name], unsplit[name]
+    run, (model, losses, _) = runs[name], unsplit[name]
     assert run["steps"] == len(losses)
     assert all(near(a, b) for a, b in zip(run["losses"], losses, strict=True))
     assert float(losses[-1]) != float(losses[0])
@@ -416,22 +404,14 @@ def test_logits_are_those_of_the_whole_model(runs, unsplit, name):
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "bert" not in n])
-def test_generation_is_that_of_the_whole_model(runs, unsplit, name):
-    local, peer = runs[name]["tokens"], unsplit[name][3]
-    assert local.shape == (3, 7 + NEW)
-    assert torch.equal(local, peer)
-    assert len(set(local[:, 7:].flatten().tolist())) > 2
-
-
-@pytest.mark.parametrize("name", [n for n in CASES if "bert" not in n])
 def test_what_is_kept_is_what_was_sent(runs, unsplit, name):
-    run, (model, _, output, _) = runs[name], unsplit[name]
+    run, (_, _, output) = runs[name], unsplit[name]
     case = CASES[name]
     _, mask = prompt()
-    assert len(run["received"]) == 3, "five were sent, three are kept"
-    read, generated = run["received"][-2:]
-    assert [s.step for s in run["received"]] == [2, 3, 3]
-    assert read.stage == generated.stage == "shared"
+    assert len(run["received"]) == 3, "four were sent, three are kept"
+    read = run["received"][-1]
+    assert [s.step for s in run["received"]] == [1, 2, 3]
+    assert read.stage == "shared"
     [(place, states)] = read.tensors.items()
     assert place == run["split"].layer_name
     position = case.layer
@@ -439,18 +419,6 @@ def test_what_is_kept_is_what_was_sent(runs, unsplit, name):
         assert near(states[mask == 1], output.hidden_states[position][mask == 1])
     assert torch.equal(read.attention_mask, mask)
     assert read.position_ids is None
-    # All of the generation, one position at a time behind the prompt, is one text's states.
-    whole = run["tokens"][:, :-1]
-    observed = torch.cat([mask, mask.new_ones(3, NEW - 1)], 1)
-    positions = (observed.cumsum(1) - 1).clamp(min=0)
-    assert torch.equal(generated.attention_mask, observed)
-    assert torch.equal(generated.position_ids[observed == 1], positions[observed == 1])
-    [states] = generated.tensors.values()
-    with torch.no_grad():
-        bottom = copy.deepcopy(case.split(model).bottom)
-        expected = bottom.states(whole, observed, positions)
-    tolerance = 1e-5 if case.dtype is torch.float32 else 5e-2
-    assert (states - expected)[observed == 1].abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "U" in n])

@@ -34,7 +34,7 @@ class SplitClient:
 
     The hidden states of the split leave the client, with the mask and positions that the caller
     passes. For training the labels leave too, or, with the head on the client, the gradient in the
-    last hidden states in their place. In generation only the new position's hidden states leave.
+    last hidden states in their place.
     The ids of the input never leave, but a language model's labels are its text: to train one,
     split it with ``head="client"``.
 
@@ -156,75 +156,10 @@ class SplitClient:
         context = self._context(attention_mask, position_ids)
         hidden = self._bottom.states(self._ids(input_ids), *self._mask_and_positions(context))
         reply = self._ask(Kind.INFER, {"hidden": self._sent(hidden), **context})
-        return self._read(reply, context, None, last_only=False)
-
-    @torch.no_grad()
-    def generate(
-        self,
-        input_ids: Tensor,
-        max_new_tokens: int,
-        attention_mask: Tensor | None = None,
-        *,
-        eos_token_id: int | None = None,
-        pad_token_id: int = 0,
-    ) -> Tensor:
-        """Return greedy continuations, with keys and values cached on both sides.
-
-        Args:
-            input_ids: (B, L), padded on the left.
-            max_new_tokens: at most.
-            attention_mask: (B, L) or None where nothing is padded.
-            eos_token_id: ends a text; None for no end.
-            pad_token_id: id after the end of a text.
-
-        Returns:
-            (B, L + n) token ids, the prompts first.
-
-        Raises:
-            SplitError: a prompt is padded on the right, or there is nothing to generate.
-            PeerError: the server failed.
-        """
-        if attention_mask is not None and not bool((attention_mask[:, -1] != 0).all()):
-            raise SplitError("prompts must be padded on the left to be continued")
-        if max_new_tokens < 1:
-            raise SplitError(f"max_new_tokens must be positive, got {max_new_tokens}")
-        self._mode(False)
-        text = new = self._ids(input_ids)
-        mask = torch.ones_like(text) if attention_mask is None else attention_mask.to(text.device)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        caches = self._bottom.new_cache(), None if self._tail is None else self._tail.new_cache()
-        ended = torch.zeros(len(text), dtype=torch.bool, device=text.device)
-        for i in range(max_new_tokens):
-            context = {"attention_mask": mask}
-            if self._bottom.takes_positions:
-                context["position_ids"] = positions
-            hidden = self._bottom.states(new, *self._mask_and_positions(context), caches[0])
-            sent = {"hidden": self._sent(hidden)}
-            reply = self._ask(*((Kind.NEXT, sent) if i else (Kind.BEGIN, {**sent, **context})))
-            logits = self._read(reply, context, caches[1], last_only=True)
-            tokens = logits[:, -1].float().argmax(-1).to(text.device)
-            tokens = tokens.masked_fill(ended, pad_token_id)
-            ended = ended if eos_token_id is None else ended | (tokens == eos_token_id)
-            new = tokens[:, None]
-            text = torch.cat([text, new], 1)
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-            positions = positions[:, -1:] + 1
-            if bool(ended.all()):
-                break
-        self._channel.send(Kind.END)
-        return text
-
-    def _read(
-        self, reply: dict[str, Tensor], context: dict[str, Tensor], cache: Any, *, last_only: bool
-    ) -> Tensor:
-        """Return the logits of a reply: the server's, or those of the client's head."""
         if self._tail is None:
             return reply["logits"].to(self._bottom.device)
-        hidden = reply["hidden"].to(self._tail.device)
-        mask, positions = self._mask_and_positions(context)
-        if positions is not None:
-            positions = positions[:, -hidden.shape[1] :]
-        output = self._tail.output(hidden, mask, positions, cache, last_only=last_only)
+        states = reply["hidden"].to(self._tail.device)
+        output = self._tail.output(states, *self._mask_and_positions(context))
         return output.logits  # type: ignore[no-any-return]
 
     def _sent(self, hidden: Tensor) -> Tensor:

@@ -32,13 +32,10 @@ class Kind(IntEnum):
     HELLO = 0  # compares the settings of both sides
     INFER = 1
     TRAIN = 2
-    BEGIN = 3  # begins a generation, with the prompt
-    NEXT = 4  # sends one more token of a generation
-    END = 5  # ends a generation
-    BACK = 6  # sends the gradient of the last hidden states, if the client has the head
-    REPLY = 7
-    ERROR = 8
-    CLOSE = 9
+    BACK = 3  # sends the gradient of the last hidden states, if the client has the head
+    REPLY = 4
+    ERROR = 5
+    CLOSE = 6
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,7 @@ def _cut_part(
         inside = path == blocks or path.startswith(f"{blocks}.")
         if not inside and path not in used:
             _drop_leaf(model, path, module, embeds=path in survey.below)
-    return ModelPart(model, anatomy.hidden_size, start, stop, arrive, leave)
+    return ModelPart(model, anatomy.hidden_size, stop, arrive, leave)
 
 
 def _drop_leaf(model: nn.Module, path: str, module: nn.Module, *, embeds: bool) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
-from lightning_fedleak.model.anatomy import cache_argument, states_in, with_states_out
+from lightning_fedleak.model.anatomy import states_in, with_states_out
 from lightning_fedleak.model.model_runs import takes
 
 
@@ -64,21 +63,8 @@ class Nothing(nn.Module):
         return self.zero
 
 
-class _OwnLayers(DynamicCache):
-    """Keys and values of a part's blocks, which are numbered as in the whole model."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        self._first = first
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        return super().update(key_states, value_states, layer_idx - self._first, *args, **kwargs)
-
-
 class ModelPart(nn.Module):
-    """Blocks ``start + 1`` to ``stop`` of a model, with the layers before or after them.
+    """Consecutive blocks of a model up to ``stop``, with the layers before or after them.
 
     It has the parameters that it needs, and shares them with the model. A part that begins at the
     tokens has the embeddings; one that ends at the logits has the norm and the head.
@@ -90,51 +76,36 @@ class ModelPart(nn.Module):
         leave: the one at its end, a :class:`Leave`, or None.
 
     Attributes:
-        start: blocks before this part.
         stop: blocks up to its end.
     """
 
-    def __init__(
-        self, model: nn.Module, width: int, start: int, stop: int, arrive: Any, leave: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, width: int, stop: int, arrive: Any, leave: Any) -> None:
         super().__init__()
         self.model = model
-        self.start, self.stop = start, stop
+        self.stop = stop
         self._width = width
         self._arrive, self._leave = arrive, leave
-        self._few_logits = takes(model, "logits_to_keep")
 
     @property
     def device(self) -> torch.device:
         """The device of inputs."""
         return next(self.parameters()).device
 
-    @property
-    def takes_positions(self) -> bool:
-        """Whether the model takes positions."""
-        return takes(self.model, "position_ids")
-
-    def new_cache(self) -> DynamicCache | None:
-        """Return an empty cache of keys and values; None for a part without blocks."""
-        return _OwnLayers(self.start) if self.stop > self.start else None
-
     def states(
         self,
         inputs: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        cache: DynamicCache | None = None,
     ) -> Tensor:
         """Return the hidden states (B, L, d) after this part, which does not end at the logits.
 
         Args:
             inputs: (B, L) token ids, or (B, L, d) hidden states of the part before.
-            attention_mask: (B, P + L) with the P tokens in ``cache``, or None.
+            attention_mask: (B, L) or None.
             position_ids: (B, L) or None for the model's own.
-            cache: of :meth:`new_cache`, filled on the way.
         """
         try:
-            self._run(inputs, attention_mask, position_ids, cache)
+            self.output(inputs, attention_mask, position_ids)
         except _Reached as reached:
             return reached.states
         raise SplitError(f"{type(self.model).__name__} never called the end of its blocks")
@@ -144,42 +115,24 @@ class ModelPart(nn.Module):
         inputs: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        cache: DynamicCache | None = None,
-        *,
         labels: Tensor | None = None,
-        last_only: bool = False,
     ) -> Any:
         """Return the model's output: ``logits``, and with ``labels`` its own ``loss``.
 
-        Arguments are as in :meth:`states`; with ``last_only`` the logits are at least those of the
-        last position.
+        Arguments are as in :meth:`states`.
         """
-        extra: dict[str, object] = {} if labels is None else {"labels": labels}
-        if last_only and self._few_logits:
-            extra["logits_to_keep"] = 1
-        return self._run(inputs, attention_mask, position_ids, cache, **extra)
-
-    def _run(
-        self, states_or_ids: Tensor, mask: Any, positions: Any, cache: Any, **extra: Any
-    ) -> Any:
         if self._arrive is None:
-            inputs: dict[str, object] = {"input_ids": states_or_ids}
+            arguments: dict[str, object] = {"input_ids": inputs}
         else:
-            shape = (*states_or_ids.shape[:2], self._width)
-            inputs = {"inputs_embeds": states_or_ids.new_zeros(shape)}
-            self._arrive.states = states_or_ids
-        if self.stop == self.start:
-            cache, mask = None, None if mask is None else mask[:, -states_or_ids.shape[1] :]
-        if mask is not None:
-            inputs["attention_mask"] = mask
-        if positions is not None:
-            inputs["position_ids"] = positions
+            arguments = {"inputs_embeds": inputs.new_zeros((*inputs.shape[:2], self._width))}
+            self._arrive.states = inputs
+        optional = {"attention_mask": attention_mask, "position_ids": position_ids}
+        optional["labels"] = labels
+        arguments |= {name: tensor for name, tensor in optional.items() if tensor is not None}
         if takes(self.model, "use_cache"):
-            inputs["use_cache"] = cache is not None
-        if cache is not None:
-            inputs[cache_argument(self.model) or "past_key_values"] = cache
+            arguments["use_cache"] = False
         try:
-            return copy_context().run(self.model, **inputs, **extra)
+            return copy_context().run(self.model, **arguments)
         finally:
             if self._arrive is not None:
                 self._arrive.states = None

@@ -25,9 +25,7 @@ class SplitServer:
         idle_timeout: seconds between two requests of the client, at most.
 
     Attributes:
-        received: hidden states as they came, stage shared, by the name of the split. A generation
-            is one snapshot, of prompt and reply (all but the last token, which never comes), and
-            appears once it has ended.
+        received: hidden states as they came, stage shared, by the name of the split.
         returned: with the head on the client, the gradient of its loss in the last block's output.
         steps: number of training steps so far.
         optimizer: this side's, or None.
@@ -72,11 +70,7 @@ class SplitServer:
         """
         try:
             while (message := self._channel.receive(self._idle_timeout)).kind is not Kind.CLOSE:
-                if message.kind is Kind.BEGIN:
-                    message = self._generate(message)
-                    if message.kind is Kind.CLOSE:
-                        break
-                elif not self._answer(message):
+                if not self._answer(message):
                     break
         except PeerError:
             raise
@@ -145,37 +139,6 @@ class SplitServer:
         self.steps += 1
         self._channel.send(Kind.REPLY, {**reply, "gradient": hidden.grad})
         return True
-
-    @torch.no_grad()
-    def _generate(self, message: Message) -> Message:
-        """Answer a generation until it ends; return the message that ended it."""
-        self._top.eval()
-        cache = self._top.new_cache()
-        hidden, mask, positions = self._read(message)
-        if mask is None:
-            raise SplitError("a generation began without a mask")
-        states, places = [hidden], [positions]
-        while True:
-            if self._has_head:
-                logits = self._top.output(hidden, mask, positions, cache, last_only=True).logits
-                reply = {"logits": logits[:, -1:]}
-            else:
-                reply = {"hidden": self._top.states(hidden, mask, positions, cache)[:, -1:]}
-            self._channel.send(Kind.REPLY, reply)
-            message = self._channel.receive(self._idle_timeout)
-            if message.kind is not Kind.NEXT:
-                break
-            hidden, _, _ = self._read(message)
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-            positions = None if positions is None else positions[:, -1:] + 1
-            if self.received.maxlen:
-                states.append(hidden)
-                places.append(positions)
-        whole = None if positions is None else torch.cat([p for p in places if p is not None], 1)
-        self._record(torch.cat(states, 1), mask, whole)
-        if message.kind not in (Kind.END, Kind.CLOSE):
-            raise SplitError(f"a {message.kind.name} message came within a generation")
-        return message
 
     def _read(self, message: Message) -> tuple[Tensor, Tensor | None, Tensor | None]:
         device, tensors = self._top.device, message.tensors

@@ -583,7 +583,7 @@ def test_what_a_report_advises_to_test_is_tested(tmp_path: Path, family: Any) ->
         (lambda: WatchSettings(stage=("local",)), "Did you mean stages=?"),
         (lambda: PrefixInversion(), "PrefixInversion(layer=2)"),
         (lambda: lightning_fedleak.LeakMonitor, "Did you mean LeakageMonitor?"),
-        (lambda: LeakageMonitor().latest[WORDS], "no look has ended yet"),
+        (lambda: LeakageMonitor().latest[WORDS], "nothing has been measured yet"),
         (lambda: RiskGate(LeakageMonitor(), 0.5), "name of a metric first, not a LeakageMonitor"),
     ],
 )

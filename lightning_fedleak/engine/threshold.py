@@ -313,7 +313,7 @@ class Threshold:
             source=source if is_of_family else "",
             why=why,
             released=self.on_weights,
-            read=math.nan if self.on_weights else values.get(source, math.nan),
+            read=math.nan if self.on_weights and math.isnan(value) else values.get(source, math.nan),
             gate=self.name,
         )
 
@@ -352,7 +352,7 @@ class Threshold:
         provable = self._end(name, values, "provable") <= self.at_most
         if math.isnan(low) or (provable and self._end(name, values, "high") > self.at_most):
             is_measured = not math.isnan(values.get(f"{name}_high", math.nan))
-            why = "too few texts are compared at this look to decide" if is_measured else ""
+            why = "too few texts are compared here to decide" if is_measured else ""
             return Judgement(math.nan, why)
         return Judgement(low)
 

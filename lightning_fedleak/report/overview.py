@@ -147,10 +147,10 @@ def overview(fit: FitSummary) -> Overview:
         if attack.family.headline and attack.family.name not in PLANTED:
             families.setdefault(attack.family.name, attack.family)
     readings = [_reading(fit, family) for family in families.values()]
-    run_line = f"until {fit.unit} {fit.steps or 0:,}, {fit.end}; {fit.looked_at:,} looks"
+    run_line = f"until {fit.unit} {fit.steps or 0:,}, {fit.end}; {fit.looked_at:,} measurements"
     if fit.length is not None:
         steps = f"{fit.length:,} {fit.unit}{'s' * (fit.length != 1)}"
-        run_line = f"{fit.end}; looked at {fit.looked_at:,} of {steps}"
+        run_line = f"{fit.end}; measured {fit.looked_at:,} of {steps}"
     return Overview(
         run_line=f"{run_line}; {fit.start[:10]}",
         sentence=_sentence(fit, readings),
@@ -296,7 +296,7 @@ def _without_value(attacks: Sequence[AttackSummary]) -> dict[str, Any]:
     if attack.certified:
         note = (
             f"Nobody could compare what {attack.name} read with the texts. Its own check held at "
-            f"{percent(attack.certified)} of the looks: what it found explains all that was shared."
+            f"{percent(attack.certified)} of the measurements: what it found explains all that was shared."
         )
     if attack.withheld and not attack.unknown:
         note = f"None of {attack.withheld} updates left: a gate kept them back."
@@ -353,7 +353,9 @@ def _notes(
 def _verdict_reason(attack: AttackSummary, quoted: QuotedLook, verdict: _Verdict) -> str:
     """Return the reason for a verdict; empty if the verdict is ``read``."""
     if verdict == "little":
-        return "Next to guessing." if attack.chance else "Next to none."
+        many = quoted.rates.get("recall", 0.0) > NEXT_TO_NONE  # a low F1, by names that are wrong
+        none = "Hardly any name is right." if many else "Next to none."
+        return "Next to guessing." if attack.chance else none
     if verdict == "unknown":
         return f"It reads {brief(quoted.rate.value)}."
     if verdict == "read":
@@ -362,7 +364,7 @@ def _verdict_reason(attack: AttackSummary, quoted: QuotedLook, verdict: _Verdict
     if quoted.rate.low is None:
         reason = "no interval was recorded"
     elif is_leak(quoted.rate, attack.chance):
-        reason = "over all looks guessing does so well too"
+        reason = "over all measurements guessing does so well too"
     return f"Not conclusive: {reason}."
 
 
@@ -373,9 +375,9 @@ def _source(fit: FitSummary, attack: AttackSummary) -> str:
     if len(attack.clients) > 1:
         return f"{which} of {attack.looks} results at {len(attack.clients)} clients"
     if attack.looks == 1:
-        return f"one look, {fit.unit} {attack.quoted.step}"
+        return f"one measurement, {fit.unit} {attack.quoted.step}"
     mean = "" if attack.quoted.is_latest else f"; mean {brief(attack.mean)}"
-    return f"{which} of {attack.looks} looks, {fit.unit} {attack.quoted.step}{mean}"
+    return f"{which} of {attack.looks} measurements, {fit.unit} {attack.quoted.step}{mean}"
 
 
 # ---- the sentence -------------------------------------------------------------------------------
@@ -399,7 +401,7 @@ def _sentence(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
         parts += [Part(".")] * bool(attacks)
     if high := [r for r in readings if r.verdict == "inconclusive" and r.height > HIGH]:
         names = _titles(high, "inconclusive", " and ")
-        parts.append(Part(f" High, but in too few looks to be sure: {names}."))
+        parts.append(Part(f" High, but in too few measurements to be sure: {names}."))
     effect = _defense_effect(fit, readings)
     if not parts:
         return (*effect, *_without_result(readings))
@@ -458,7 +460,7 @@ def _titles(readings: Sequence[Reading], verdict: str, separator: str = ", ") ->
 def _without_result(readings: Sequence[Reading]) -> Sentence:
     """Return the sentence of a run without a conclusive result."""
     if unsure := _titles(readings, "inconclusive", " and "):
-        text = f"{unsure}. More looks or texts would show it."
+        text = f"{unsure}. More measurements or texts would show it."
         return (Part("Not conclusive: ", "strong"), Part(text))
     if not any(reading.verdict == "little" for reading in readings):
         return (Part("Nothing was measured. That is unknown, not safe."),)

@@ -355,7 +355,7 @@ class GateEvent:
         elif not math.isnan(self.read):
             advice = "use an attack that reads more here (attacks='auto' chooses)"
         if math.isnan(self.value):
-            advice += ", or let unknown looks pass with patience= or strict=False."
+            advice += ", or let unknown values pass with patience= or strict=False."
         if self.checkpoint is None:
             return advice
         resume = self.resume.format(self.checkpoint)

@@ -33,7 +33,7 @@ CARDS: Mapping[str, str] = {
     "memorization": "trained_auc",
 }
 """The names of the cards in :data:`FRONT`, by family."""
-GATE_RUN = "gate"
+GATE_RUN = "limit"
 """Subfolder that TensorBoard shows as a separate run; its line in a card is a gate's threshold."""
 # The tag of a value; ends of intervals have a separate group, sorted after the values.
 _tag = partial(re.compile(r"^(leakage[^/]*)/(.+_(?:low|high))$").sub, r"\1_interval/\2")

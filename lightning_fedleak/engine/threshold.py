@@ -207,7 +207,7 @@ class Threshold:
         if self.metric.endswith("_low"):
             raise ValueError(
                 f"{self._subject}, which is also low if few texts were queried: watch "
-                f"'{self.metric.removesuffix('_low')}', with patience= where single looks scatter"
+                f"'{self.metric.removesuffix('_low')}', with patience= where single values scatter"
             )
 
     def _check_looks(self) -> None:
@@ -229,9 +229,9 @@ class Threshold:
         looks, pooled = requirement.looks, 1 if worst else self._engine.options.games.window
         if looks > pooled or (self.strict and looks > self.patience + 1):
             raise ValueError(
-                f"{self._subject}: {requirement.why}, so that it is unknown before look {looks} of "
-                f"a window of {pooled}: watch the AUC, or pass games=Games(targets=, window=) with "
-                f"more{', or strict=False to wait for that look' * (looks <= pooled)}"
+                f"{self._subject}: {requirement.why}, so that it is unknown before measurement "
+                f"{looks} of a window of {pooled}: watch the AUC, or pass games=Games(targets=, "
+                f"window=) with more{', or strict=False to wait for that one' * (looks <= pooled)}"
             )
 
     def _check_read(self) -> None:
@@ -303,6 +303,7 @@ class Threshold:
             why = why or engine.results.why_unknown(self.metric)
         is_least = is_of_family and not math.isnan(value) and self.metric in unknown
         low, high = (values.get(f"{self.metric}_{end}", math.nan) for end in ("low", "high"))
+        is_read = not self.on_weights or not math.isnan(value)
         return gates.GateEvent(
             f"{self.metric}_at_least" if is_least else self.metric,
             engine.results.last_step,
@@ -313,7 +314,7 @@ class Threshold:
             source=source if is_of_family else "",
             why=why,
             released=self.on_weights,
-            read=math.nan if self.on_weights and math.isnan(value) else values.get(source, math.nan),
+            read=values.get(source, math.nan) if is_read else math.nan,
             gate=self.name,
         )
 

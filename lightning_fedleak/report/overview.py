@@ -296,7 +296,8 @@ def _without_value(attacks: Sequence[AttackSummary]) -> dict[str, Any]:
     if attack.certified:
         note = (
             f"Nobody could compare what {attack.name} read with the texts. Its own check held at "
-            f"{percent(attack.certified)} of the measurements: what it found explains all that was shared."
+            f"{percent(attack.certified)} of the measurements: what it found explains all "
+            "that was shared."
         )
     if attack.withheld and not attack.unknown:
         note = f"None of {attack.withheld} updates left: a gate kept them back."

@@ -29,8 +29,8 @@ CLIENT, TOKENS = "ClientDP", "TokenLDP"
 # The unit of privacy of each class, if its settings do not record one.
 _UNITS = {"DPSGD": "example", CLIENT: "client", TOKENS: "row"}
 OPEN_END = (
-    "How the run ended is not recorded: what it released after its last measurement is not counted, so "
-    "that its epsilon is no bound for the whole run."
+    "How the run ended is not recorded: releases after its last measurement are not counted, "
+    "so that its epsilon is no bound for the whole run."
 )
 """A sentence on an account without all releases of its run."""
 NOT_BESIDE = "not beside the logs: copy it there"

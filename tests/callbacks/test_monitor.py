@@ -276,7 +276,7 @@ def test_the_first_cards_are_leakage_and_the_limit_of_a_gate(tmp_path: Path) -> 
     fit([monitor, RiskGate(F1, at_most=0.5, action="warn")], tmp_path, logger=board)
     events = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
     [run, limit] = sorted(events.Runs())
-    assert limit == f"{run}/gate"
+    assert limit == f"{run}/limit"
     tags = sorted(events.Runs()[run]["scalars"])
     cards = [tag for tag in tags if tag.startswith("1_leakage/")]
     assert tags[: len(cards)] == cards == ["1_leakage/train_loss", "1_leakage/words_f1"]

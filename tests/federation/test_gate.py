@@ -259,7 +259,7 @@ def test_a_look_that_crashes_ends_no_round(tmp_path, monkeypatch, gated, local):
 def test_a_look_that_cannot_be_made_withholds_only_before_a_gate(tmp_path, monkeypatch, gated):
     out = client(tmp_path, *[RoundGate(F1, at_most=1.0)] * gated)
     monkeypatch.setattr(out.observer, "measure", Broken().run)
-    with announced("the look failed: RuntimeError"):
+    with announced("the measurement failed: RuntimeError"):
         [(_, returned, result)] = rounds(out)
     assert (result.withheld, result.look) == (gated, None)
     assert result.state is None if gated else same(result.state, returned)

@@ -75,7 +75,7 @@ class CausalLMFineTuning(L.LightningModule):
 
     def __init__(
         self,
-        model: str | PreTrainedModel | None = None,
+        model: str | torch.nn.Module | None = None,
         lr: float = 1e-4,
         peft: Literal["lora", "bitfit"] | None = None,
         loss: Literal["token_mean", "sample_mean"] = "token_mean",
@@ -86,7 +86,7 @@ class CausalLMFineTuning(L.LightningModule):
         settings = {"lr": lr, "peft": peft, "loss": loss}  # without the model: it may be an object
         self.save_hyperparameters(settings)
         self.lr = lr
-        language_model = model if isinstance(model, PreTrainedModel) else load_model(model)
+        language_model = model if isinstance(model, torch.nn.Module) else load_model(model)
         self.model = _with_lora(language_model) if peft == "lora" else language_model
         if peft == "bitfit":
             _train_biases_only(language_model)
@@ -116,7 +116,7 @@ class CausalLMFineTuning(L.LightningModule):
         return torch.optim.AdamW(trained, lr=self.lr)
 
 
-def _with_lora(model: PreTrainedModel) -> torch.nn.Module:
+def _with_lora(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model with a LoRA of rank 8 on PEFT's default modules."""
     with require_package("peft", "peft='lora' needs the package peft"):
         from peft import LoraConfig, TaskType, get_peft_model
@@ -125,7 +125,7 @@ def _with_lora(model: PreTrainedModel) -> torch.nn.Module:
     return wrapped
 
 
-def _train_biases_only(model: PreTrainedModel) -> None:
+def _train_biases_only(model: torch.nn.Module) -> None:
     """Freeze all parameters but the biases; raise ``SourceError`` if there are none."""
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
     if not biases:

@@ -504,6 +504,14 @@ CALLBACKS: dict[str, tuple[Callable[[], list[Any]], str]] = {
         lambda: [LeakageMonitor(), DP],
         "Trainer(strategy=DefendedStrategy('auto', defenses=[DPSGD(...)]))",
     ),
+    "a defence of the monitor": (
+        lambda: [LeakageMonitor(defenses=[DP])],
+        "Write L.Trainer(strategy=DefendedStrategy('auto', defenses=[...]))",
+    ),
+    "a defence of the callback": (
+        lambda: [LeakageCallback(a_trainer(), defenses=[DP])],
+        "Write defended(Trainer)(..., defenses=[...])",
+    ),
 }
 
 

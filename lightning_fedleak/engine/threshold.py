@@ -303,7 +303,6 @@ class Threshold:
             why = why or engine.results.why_unknown(self.metric)
         is_least = is_of_family and not math.isnan(value) and self.metric in unknown
         low, high = (values.get(f"{self.metric}_{end}", math.nan) for end in ("low", "high"))
-        is_read = not self.on_weights or not math.isnan(value)
         return gates.GateEvent(
             f"{self.metric}_at_least" if is_least else self.metric,
             engine.results.last_step,
@@ -314,7 +313,7 @@ class Threshold:
             source=source if is_of_family else "",
             why=why,
             released=self.on_weights,
-            read=values.get(source, math.nan) if is_read else math.nan,
+            read=values.get(source, math.nan),
             gate=self.name,
         )
 

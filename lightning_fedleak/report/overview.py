@@ -18,7 +18,14 @@ from typing import Any, Literal, NamedTuple
 from lightning_fedleak.report.attacks import NEXT_TO_NONE, RELEASED, AttackSummary, QuotedLook
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.privacy import OPEN_END
-from lightning_fedleak.report.records import HIGH, PLANTED, STANDARD_FAMILIES, Family, MetricValue
+from lightning_fedleak.report.records import (
+    HIGH,
+    MEMORIZATION,
+    PLANTED,
+    STANDARD_FAMILIES,
+    Family,
+    MetricValue,
+)
 from lightning_fedleak.report.records.lines import title_of
 from lightning_fedleak.report.series import are_apart, before_and_after, is_leak, knee, utility
 from lightning_fedleak.report.wording import brief, brief_interval, capitalized, measure, percent
@@ -38,6 +45,7 @@ ACTIONS = {  # what a gate did, by its name in run.jsonl, as a verb in the past 
     "raise": "raised an error",
 }
 _IN_BRACES = re.compile(r"\{([^}]+)\}")  # a metric or a phrase in a family's sentence
+STAYS = "Stays here"  # the answer on updates that do not leave
 _Verdict = Literal["read", "inconclusive", "little", "unknown", "untested"]
 
 
@@ -151,6 +159,9 @@ def overview(fit: FitSummary) -> Overview:
     if fit.length is not None:
         steps = f"{fit.length:,} {fit.unit}{'s' * (fit.length != 1)}"
         run_line = f"{fit.end}; measured {fit.looked_at:,} of {steps}"
+        times = max((a.looks for a in fit.attacks if a.stage == RELEASED), default=0)
+        if times and all(attack.stage == RELEASED for attack in fit.attacks):
+            run_line = f"{fit.end}; {steps}; measured the trained model {times:,} times"
     return Overview(
         run_line=f"{run_line}; {fit.start[:10]}",
         sentence=_sentence(fit, readings),
@@ -279,6 +290,9 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
 def _unexposed(fit: FitSummary, family: Family) -> dict[str, Any]:
     """Return answer and note if all data that a family's attacks read stayed local; else {}."""
     names = [a.name for a in fit.attacks if a.family.name == family.name and not a.exposed]
+    if fit.begin.keeps_updates and family.name != MEMORIZATION.name:
+        note = "Only the trained model leaves: stated by the user, not checked."
+        return {"answer": STAYS, "note": note}
     if not names:
         return {}
     note = f"What {', '.join(names)} reads is not shared. What is was not measured."
@@ -516,7 +530,8 @@ def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[_Fact]:
         _gate_fact(fit),
         _Fact(
             "Not tested",
-            capitalized(_titles(readings, "untested")) or "Every kind was tested",
+            capitalized(_titles([r for r in readings if r.answer != STAYS], "untested"))
+            or "Every kind was tested",
             ", ".join(f"{len(names)} {title}" for title, names in gaps.items() if names),
         ),
     ]

@@ -425,6 +425,11 @@ class BeginLine(RunLine):
         return "" if self.monitor is None else str(self.monitor.more.get("shares", ""))
 
     @property
+    def keeps_updates(self) -> bool:
+        """Whether the user says that only the trained model leaves the machine."""
+        return self.stated == STATED.format("model")
+
+    @property
     def is_federation(self) -> bool:
         """Whether the fit is a federation, which counts rounds instead of steps."""
         return (self.training or {}).get("strategy") == "federation"

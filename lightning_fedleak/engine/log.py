@@ -407,7 +407,7 @@ class Report:
                 if series in look.notes:
                     look.notes[series](self._reveal, f"== step {look.step}, {series.log_name}")
             except Exception as error:
-                self.warn_once(f"a part of the results was not written: {reason(error)}")
+                self.warn_once(f"not all results were written: {reason(error)}")
         when, effect = f"at step {look.step}", "; training goes on"
         if self._rounds:
             when, effect = f"in round {look.step}", "; the round goes on, unless a gate says no"

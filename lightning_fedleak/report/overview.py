@@ -18,14 +18,7 @@ from typing import Any, Literal, NamedTuple
 from lightning_fedleak.report.attacks import NEXT_TO_NONE, RELEASED, AttackSummary, QuotedLook
 from lightning_fedleak.report.fits import FitSummary
 from lightning_fedleak.report.privacy import OPEN_END
-from lightning_fedleak.report.records import (
-    HIGH,
-    MEMORIZATION,
-    PLANTED,
-    STANDARD_FAMILIES,
-    Family,
-    MetricValue,
-)
+from lightning_fedleak.report.records import HIGH, PLANTED, STANDARD_FAMILIES, Family, MetricValue
 from lightning_fedleak.report.records.lines import title_of
 from lightning_fedleak.report.series import are_apart, before_and_after, is_leak, knee, utility
 from lightning_fedleak.report.wording import brief, brief_interval, capitalized, measure, percent
@@ -290,7 +283,7 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
 def _unexposed(fit: FitSummary, family: Family) -> dict[str, Any]:
     """Return answer and note if all data that a family's attacks read stayed local; else {}."""
     names = [a.name for a in fit.attacks if a.family.name == family.name and not a.exposed]
-    if fit.begin.keeps_updates and family.name != MEMORIZATION.name:
+    if fit.begin.keeps_updates and family.name != "memorization":
         note = "Only the trained model leaves: stated by the user, not checked."
         return {"answer": STAYS, "note": note}
     if not names:
@@ -568,12 +561,13 @@ def _gate_fact(fit: FitSummary) -> _Fact:
         f"{gate.metric.removeprefix('leakage/')} at most {brief(gate.at_most)}"
         for gate in fit.gates or ()
     ]
-    if not fit.decisions:
+    decisions = [d for d in fit.decisions if d.did != "not yet"]  # nothing could be read yet
+    if not decisions:
         if fit.gates:
             return _Fact("Gate", "Never acted", "; ".join(gates))
         return _Fact("Gate", "Not recorded" if fit.gates is None else "No limit was set")
-    first, n_further = fit.decisions[0], len(fit.decisions) - 1
-    only_warned = all(decision.did == "warn" for decision in fit.decisions)
+    first, n_further = decisions[0], len(decisions) - 1
+    only_warned = all(decision.did == "warn" for decision in decisions)
     further = f" and {n_further} time{'s' * (n_further > 1)} more" if n_further else ""
     verb, adverb = ("Exceeded", "only ") if only_warned else ("Acted", "")
     action = ACTIONS.get(first.did, first.did)

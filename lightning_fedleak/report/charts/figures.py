@@ -385,9 +385,7 @@ def _draw_knee(fit: FitSummary) -> _Figure | None:
         return plot.svg(f"{curve.name}, AUC against {name}. {tradeoff.sentence}")
 
     rows = [Row(str(p.step), [curve.cell(p), Cell(f"{loss:.3f}", "use")]) for loss, p in looks]
-    caption = (
-        f"Each dot: one measurement. Higher: the trained model leaks more. {tradeoff.sentence}"
-    )
+    caption = f"A dot is a measurement. Higher: the trained model leaks more. {tradeoff.sentence}"
     columns = [fit.unit, "AUC", name]
     return _Figure("When learning turned into memorizing", caption, views(draw), columns, rows)
 

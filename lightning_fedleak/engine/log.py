@@ -357,9 +357,9 @@ class Report:
             return
         total, slowest = self._seconds or 1, self._seconds_of.most_common()
         shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in slowest)
-        kinds = [f"{len(self._measured):,} of {steps:,} steps"]
-        if self._weights_measured:
-            kinds = kinds * bool(self._measured) + ["the trained weights"]
+        kinds = ["the trained weights"] * self._weights_measured
+        if self._measured or not kinds:
+            kinds.insert(0, f"{len(self._measured):,} of {steps:,} steps")
         looks = f"measured {' and '.join(kinds)} in {self._seconds:.1f} s"
         checks = f", of it {self._control_seconds:.1f} s for checks on known words"
         share = (self._seconds + set_up_seconds) / (run_seconds + set_up_seconds)

@@ -361,9 +361,9 @@ def _notes(
 def _verdict_reason(attack: AttackSummary, quoted: QuotedLook, verdict: _Verdict) -> str:
     """Return the reason for a verdict; empty if the verdict is ``read``."""
     if verdict == "little":
-        are_wrong = quoted.rates.get("recall", 0.0) > NEXT_TO_NONE  # so many names, for a low F1
-        none = "Hardly any name is right." if are_wrong else "Next to none."
-        return "Next to guessing." if attack.chance else none
+        if quoted.rates.get("recall", 0.0) > NEXT_TO_NONE:  # so many names, for a low F1
+            return "Hardly any name is right."
+        return "Next to guessing." if attack.chance else "Next to none."
     if verdict == "unknown":
         return f"It reads {brief(quoted.rate.value)}."
     if verdict == "read":

@@ -260,11 +260,10 @@ def _draw_heat_map(fit: FitSummary) -> _Figure | None:
     if not attacks:
         return None
     bins, tables = heat_maps(fit, attacks)
+    binned = f" A square is the highest of {bins.size} rounds." * (bins.size > 1)
     caption = (
         "Each square is one client's update in one round: red if a leak shows, grey if guessing is "
-        "not excluded, in brackets if a gate kept it back."
-        + f" A square is the highest of {bins.size} rounds."
-        * (bins.size > 1)
+        f"not excluded, in brackets if a gate kept it back.{binned}"
     )
     columns = ["round", *bins.names, "mean"]
     return _Figure("Who leaked, and when", caption, columns=columns, heat=tables, kind="heat_map")

@@ -7,7 +7,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from numbers import Integral, Real
@@ -158,7 +158,7 @@ def explain_errors(
 
 
 def explain_arguments(
-    example: str = "", *, settings: type | None = None
+    example: str = "", *, settings: type | None = None, elsewhere: Mapping[str, str] | None = None
 ) -> Callable[[Decorated], Decorated]:
     """Return a decorator that adds the correct call to the error of a wrong one.
 
@@ -168,6 +168,7 @@ def explain_arguments(
         example: A correct call; ``{}`` is replaced by the name of the class.
         settings: A data class that the class takes as ``settings=``. If one of its fields is passed
             directly, the error says where it belongs.
+        elsewhere: What to write for an argument that belongs to another class, by its name.
 
     Returns:
         The decorator. A wrong call raises ``TypeError``, as Python does, with the name of the class
@@ -185,6 +186,8 @@ def explain_arguments(
             """Return the end of the message for a call with these keyword arguments."""
             unknown = [name for name in named if name not in signature.parameters]
             for name in unknown:
+                if elsewhere and name in elsewhere:
+                    return f". Write {elsewhere[name]}"
                 if settings is not None and name in setting_names:
                     return f". It belongs in settings={settings.__name__}({name}=...)"
                 if close := difflib.get_close_matches(name, signature.parameters, 1, 0.5):

@@ -504,6 +504,14 @@ CALLBACKS: dict[str, tuple[Callable[[], list[Any]], str]] = {
         lambda: [LeakageMonitor(), DP],
         "Trainer(strategy=DefendedStrategy('auto', defenses=[DPSGD(...)]))",
     ),
+    "a defence of the monitor": (
+        lambda: [LeakageMonitor(defenses=[DP])],
+        "Write L.Trainer(strategy=DefendedStrategy('auto', defenses=[...]))",
+    ),
+    "a defence of the callback": (
+        lambda: [LeakageCallback(a_trainer(), defenses=[DP])],
+        "Write defended(Trainer)(..., defenses=[...])",
+    ),
 }
 
 
@@ -583,7 +591,7 @@ def test_what_a_report_advises_to_test_is_tested(tmp_path: Path, family: Any) ->
         (lambda: WatchSettings(stage=("local",)), "Did you mean stages=?"),
         (lambda: PrefixInversion(), "PrefixInversion(layer=2)"),
         (lambda: lightning_fedleak.LeakMonitor, "Did you mean LeakageMonitor?"),
-        (lambda: LeakageMonitor().latest[WORDS], "no look has ended yet"),
+        (lambda: LeakageMonitor().latest[WORDS], "nothing has been measured yet"),
         (lambda: RiskGate(LeakageMonitor(), 0.5), "name of a metric first, not a LeakageMonitor"),
     ],
 )

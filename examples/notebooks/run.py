@@ -23,7 +23,8 @@ FOLDER = Path(__file__).parent
 _CODES = re.compile(r"\x1b|[\x00-\x08\x0b\x0c\x0e-\x1f]")
 _TAG = re.compile(r"<style.*?</style>|<[^>]*>", re.DOTALL)
 _GATE = re.compile(
-    r"(RiskGate|Threshold) '[^']+' (warns|stopped training) at step \d+\s+measured: leakage/\S+ = "
+    r"(RiskGate|RoundGate|Threshold) '[^']+' (warns|stopped training|withheld the update) "
+    r"(at step|in round) \d+\s+measured: leakage/\S+ = "
 )
 _NUMBER = re.compile(r"\b\d\.\d+\b")
 _PATH = re.compile(r"/(?:tmp|home|root|work|Users)/")

@@ -110,7 +110,10 @@ class LeakageMonitor(EitherCallback, Reported):
 
     engine: core.Engine
 
-    @explain_arguments(settings=core.WatchSettings)
+    @explain_arguments(
+        settings=core.WatchSettings,
+        elsewhere={"defenses": "L.Trainer(strategy=DefendedStrategy('auto', defenses=[...]))"},
+    )
     def __init__(
         self,
         attacks: Sequence[Attack] | Attack | Literal["auto"] = "auto",

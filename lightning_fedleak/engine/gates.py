@@ -352,10 +352,10 @@ class GateEvent:
                 advice = "train for fewer epochs, keep an earlier checkpoint (leakage/choose)"
             further = "let the defences start stronger or be turned up further (max_hardenings)"
             advice += f", {further if self.exhausted else self.mend}, or raise at_most."
-        elif not math.isnan(self.read):
+        elif not (self.released or math.isnan(self.read)):
             advice = "use an attack that reads more here (attacks='auto' chooses)"
         if math.isnan(self.value):
-            advice += ", or let unknown looks pass with patience= or strict=False."
+            advice += ", or let unknown values pass with patience= or strict=False."
         if self.checkpoint is None:
             return advice
         resume = self.resume.format(self.checkpoint)

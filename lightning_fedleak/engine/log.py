@@ -31,6 +31,7 @@ from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.record import RunRecord, privacy_values, spendings
 from lightning_fedleak.engine.run import Look, Refusal, Run, reason
 from lightning_fedleak.messages import rank_zero_warn
+from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.private_files import RevealFiles
 from lightning_fedleak.report import records
 from lightning_fedleak.report.records.lines import best_of, is_training, is_validation
@@ -331,6 +332,7 @@ class Report:
         self._announced_pending: set[Series] = set()  # series whose wait was announced
         self._logged: dict[str, tuple[int, float]] = {}  # step and value of the last log by name
         self._measured: set[int] = set()  # steps with a result
+        self._weights_measured = False
         self._newest: dict[str, tuple[float, int]] = {}  # newest value by log name, and its step
         # Seconds of all looks, of their controls, and of each attack.
         self._seconds, self._control_seconds, self._seconds_of = 0.0, 0.0, Counter[str]()
@@ -355,12 +357,15 @@ class Report:
             return
         total, slowest = self._seconds or 1, self._seconds_of.most_common()
         shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in slowest)
-        looks = f"measured {len(self._measured):,} of {steps:,} steps in {self._seconds:.1f} s"
+        kinds = ["the trained weights"] * self._weights_measured
+        if self._measured or not kinds:
+            kinds.insert(0, f"{len(self._measured):,} of {steps:,} steps")
+        looks = f"measured {' and '.join(kinds)} in {self._seconds:.1f} s"
+        checks = f", of it {self._control_seconds:.1f} s for checks on known words"
         share = (self._seconds + set_up_seconds) / (run_seconds + set_up_seconds)
         self._run.say(
-            f"{looks}{f' ({shares})' * bool(shares)}, of it "
-            f"{self._control_seconds:.1f} s for checks on known words; with {set_up_seconds:.1f} s "
-            f"of set-up {share:.0%} of the run"
+            f"{looks}{f' ({shares})' * bool(shares)}{checks * bool(self._measured)}; with "
+            f"{set_up_seconds:.1f} s of set-up {share:.0%} of the run"
             + f"; training references took {reference_seconds:.1f} s besides"
             * bool(reference_seconds)
         )
@@ -402,7 +407,7 @@ class Report:
                 if series in look.notes:
                     look.notes[series](self._reveal, f"== step {look.step}, {series.log_name}")
             except Exception as error:
-                self.warn_once(f"not all of a look was written: {reason(error)}")
+                self.warn_once(f"not all results were written: {reason(error)}")
         when, effect = f"at step {look.step}", "; training goes on"
         if self._rounds:
             when, effect = f"in round {look.step}", "; the round goes on, unless a gate says no"
@@ -421,18 +426,15 @@ class Report:
         self._write_lines(look, outcomes)
         self.log(values, look.step)
         self._newest |= {name: (value, look.step) for name, value in values.items()}
-        try:
-            self.cards.add_summary(self.boards, outcomes, look.step)
-        except Exception as error:
-            self.leave_boards(error)
         seconds_of = dict(self._run.spent)
         self._run.spent.clear()
         self._seconds += look.seconds
         self._control_seconds += look.control_seconds
         self._seconds_of.update(seconds_of)
-        found = any(o.unknown is None and o.pending is None for o in outcomes.values())
+        found = [s for s, o in outcomes.items() if o.unknown is None and o.pending is None]
         if found and look.next_look is not None:  # at a step, and not at the weights or the end
             self._measured.add(look.step)
+        self._weights_measured |= any(series.stage is Stage.RELEASED for series in found)
         if self.record is not None:
             self.record.write_new_defenses(defenses)
             self.record.append(

@@ -429,7 +429,7 @@ class Results:
 
     def _limit(self, series: Series) -> str:
         steps = f"{self._max_steps_waited} steps (or rounds)"
-        return steps if series in self._waiting_since else f"{MAX_WAITS} looks"
+        return steps if series in self._waiting_since else f"{MAX_WAITS} measurements"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers, strings and tensors."""

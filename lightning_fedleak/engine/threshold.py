@@ -207,7 +207,7 @@ class Threshold:
         if self.metric.endswith("_low"):
             raise ValueError(
                 f"{self._subject}, which is also low if few texts were queried: watch "
-                f"'{self.metric.removesuffix('_low')}', with patience= where single looks scatter"
+                f"'{self.metric.removesuffix('_low')}', with patience= where single values scatter"
             )
 
     def _check_looks(self) -> None:
@@ -229,9 +229,9 @@ class Threshold:
         looks, pooled = requirement.looks, 1 if worst else self._engine.options.games.window
         if looks > pooled or (self.strict and looks > self.patience + 1):
             raise ValueError(
-                f"{self._subject}: {requirement.why}, so that it is unknown before look {looks} of "
-                f"a window of {pooled}: watch the AUC, or pass games=Games(targets=, window=) with "
-                f"more{', or strict=False to wait for that look' * (looks <= pooled)}"
+                f"{self._subject}: {requirement.why}, so that it is unknown before measurement "
+                f"{looks} of a window of {pooled}: watch the AUC, or pass games=Games(targets=, "
+                f"window=) with more{', or strict=False to wait for that one' * (looks <= pooled)}"
             )
 
     def _check_read(self) -> None:
@@ -313,7 +313,7 @@ class Threshold:
             source=source if is_of_family else "",
             why=why,
             released=self.on_weights,
-            read=math.nan if self.on_weights else values.get(source, math.nan),
+            read=values.get(source, math.nan),
             gate=self.name,
         )
 
@@ -352,7 +352,7 @@ class Threshold:
         provable = self._end(name, values, "provable") <= self.at_most
         if math.isnan(low) or (provable and self._end(name, values, "high") > self.at_most):
             is_measured = not math.isnan(values.get(f"{name}_high", math.nan))
-            why = "too few texts are compared at this look to decide" if is_measured else ""
+            why = "too few texts are compared here to decide" if is_measured else ""
             return Judgement(math.nan, why)
         return Judgement(low)
 

@@ -272,7 +272,7 @@ class RoundObserver:
         try:
             look.log()
         except Exception as error:  # a failed log must not end a round
-            core.announce(f"RoundObserver: not all of a look was written: {core.reason(error)}")
+            core.announce(f"RoundObserver: not all results were written: {core.reason(error)}")
         return look
 
     def measure(

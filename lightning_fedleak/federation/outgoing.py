@@ -315,7 +315,7 @@ class OutgoingUpdates:
                 look = self._measure(sent, returned, update, tensors, **facts)
                 readings = {gate: gate.read(look) for gate in self.gates}
             except Exception as error:  # the client's data may have caused it
-                cause = f"the look failed: {engine.reason(error)}"
+                cause = f"the measurement failed: {engine.reason(error)}"
                 if self.gates:
                     return self._withhold(sent, tensors, cause)
                 engine.announce(f"RoundObserver: in round {round_} {cause}. The update leaves")

@@ -227,7 +227,8 @@ def _clause(readings: Mapping[str, Reading], runs: Runs) -> _Clause:
     fell = differs and bottom.verdict == "little"
     if fell:
         answer = f"next to {'guessing' if bottom.chance else 'none'} ({answer})"
-    where: Sentence = (Part(high, "strong"), Part(f", {answer} in "), Part(low, "strong"))
+    lower = Part(answer, "read" if bottom.verdict == "read" else "")
+    where: Sentence = (Part(high, "strong"), Part(", "), lower, Part(" in "), Part(low, "strong"))
     if doubt.endswith("overlap") and top.answer == answer:
         where, doubt = (Part("both" if len(readings) == 2 else "all"),), ""
     parts = (

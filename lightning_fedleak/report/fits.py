@@ -332,7 +332,7 @@ def _shared(begin: records.BeginLine | None, clients: int, spendings: Sequence[A
             seen_by = "A server that is trusted with each client's update"
         elif party == "sum":
             seen_by = "The sum over clients only, if secure aggregation hides the parts"
-    if begin.stated == records.STATED.format("model"):
+    if begin.keeps_updates:
         update, seen_by = "Only the trained model, as the user states", "Whoever gets the model"
     by_name = {account.defense: account for account in spendings}
     effects = dict.fromkeys(_effect(d, by_name.get(d.name)) for d in begin.defenses)
@@ -435,7 +435,7 @@ def _not_tested(
     tested = {a.family.name for a in attacks if (a.looks or a.withheld) and a.exposed}
     families = {f.name: f for f in (*begin.families, *records.STANDARD_FAMILIES)}
     tried = {a.family.name for a in attacks}
-    if begin.stated == records.STATED.format("model"):  # the others are on what does not leave
+    if begin.keeps_updates:  # the others are on what does not leave
         families = {records.MEMORIZATION.name: records.MEMORIZATION}
     sentences = [begin.stated] * bool(begin.stated)
     sentences += [_untested(f, n in tried) for n, f in families.items() if n not in tested]

@@ -38,6 +38,7 @@ ACTIONS = {  # what a gate did, by its name in run.jsonl, as a verb in the past 
     "raise": "raised an error",
 }
 _IN_BRACES = re.compile(r"\{([^}]+)\}")  # a metric or a phrase in a family's sentence
+STAYS = "Stays here"  # the answer on updates that do not leave
 _Verdict = Literal["read", "inconclusive", "little", "unknown", "untested"]
 
 
@@ -147,10 +148,13 @@ def overview(fit: FitSummary) -> Overview:
         if attack.family.headline and attack.family.name not in PLANTED:
             families.setdefault(attack.family.name, attack.family)
     readings = [_reading(fit, family) for family in families.values()]
-    run_line = f"until {fit.unit} {fit.steps or 0:,}, {fit.end}; {fit.looked_at:,} looks"
+    run_line = f"until {fit.unit} {fit.steps or 0:,}, {fit.end}; {fit.looked_at:,} measurements"
     if fit.length is not None:
         steps = f"{fit.length:,} {fit.unit}{'s' * (fit.length != 1)}"
-        run_line = f"{fit.end}; looked at {fit.looked_at:,} of {steps}"
+        run_line = f"{fit.end}; measured {fit.looked_at:,} of {steps}"
+        times = max((a.looks for a in fit.attacks if a.stage == RELEASED), default=0)
+        if times and all(attack.stage == RELEASED for attack in fit.attacks):
+            run_line = f"{fit.end}; {steps}; measured the trained model {times:,} times"
     return Overview(
         run_line=f"{run_line}; {fit.start[:10]}",
         sentence=_sentence(fit, readings),
@@ -279,6 +283,9 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
 def _unexposed(fit: FitSummary, family: Family) -> dict[str, Any]:
     """Return answer and note if all data that a family's attacks read stayed local; else {}."""
     names = [a.name for a in fit.attacks if a.family.name == family.name and not a.exposed]
+    if fit.begin.keeps_updates and family.name != "memorization":
+        note = "Only the trained model leaves: stated by the user, not checked."
+        return {"answer": STAYS, "note": note}
     if not names:
         return {}
     note = f"What {', '.join(names)} reads is not shared. What is was not measured."
@@ -296,7 +303,8 @@ def _without_value(attacks: Sequence[AttackSummary]) -> dict[str, Any]:
     if attack.certified:
         note = (
             f"Nobody could compare what {attack.name} read with the texts. Its own check held at "
-            f"{percent(attack.certified)} of the looks: what it found explains all that was shared."
+            f"{percent(attack.certified)} of the measurements: what it found explains all "
+            "that was shared."
         )
     if attack.withheld and not attack.unknown:
         note = f"None of {attack.withheld} updates left: a gate kept them back."
@@ -353,6 +361,8 @@ def _notes(
 def _verdict_reason(attack: AttackSummary, quoted: QuotedLook, verdict: _Verdict) -> str:
     """Return the reason for a verdict; empty if the verdict is ``read``."""
     if verdict == "little":
+        if quoted.rates.get("recall", 0.0) > NEXT_TO_NONE:  # so many names, for a low F1
+            return "Hardly any name is right."
         return "Next to guessing." if attack.chance else "Next to none."
     if verdict == "unknown":
         return f"It reads {brief(quoted.rate.value)}."
@@ -362,7 +372,7 @@ def _verdict_reason(attack: AttackSummary, quoted: QuotedLook, verdict: _Verdict
     if quoted.rate.low is None:
         reason = "no interval was recorded"
     elif is_leak(quoted.rate, attack.chance):
-        reason = "over all looks guessing does so well too"
+        reason = "over all measurements guessing does so well too"
     return f"Not conclusive: {reason}."
 
 
@@ -373,9 +383,9 @@ def _source(fit: FitSummary, attack: AttackSummary) -> str:
     if len(attack.clients) > 1:
         return f"{which} of {attack.looks} results at {len(attack.clients)} clients"
     if attack.looks == 1:
-        return f"one look, {fit.unit} {attack.quoted.step}"
+        return f"one measurement, {fit.unit} {attack.quoted.step}"
     mean = "" if attack.quoted.is_latest else f"; mean {brief(attack.mean)}"
-    return f"{which} of {attack.looks} looks, {fit.unit} {attack.quoted.step}{mean}"
+    return f"{which} of {attack.looks} measurements, {fit.unit} {attack.quoted.step}{mean}"
 
 
 # ---- the sentence -------------------------------------------------------------------------------
@@ -399,7 +409,7 @@ def _sentence(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
         parts += [Part(".")] * bool(attacks)
     if high := [r for r in readings if r.verdict == "inconclusive" and r.height > HIGH]:
         names = _titles(high, "inconclusive", " and ")
-        parts.append(Part(f" High, but in too few looks to be sure: {names}."))
+        parts.append(Part(f" High, but in too few measurements to be sure: {names}."))
     effect = _defense_effect(fit, readings)
     if not parts:
         return (*effect, *_without_result(readings))
@@ -458,7 +468,7 @@ def _titles(readings: Sequence[Reading], verdict: str, separator: str = ", ") ->
 def _without_result(readings: Sequence[Reading]) -> Sentence:
     """Return the sentence of a run without a conclusive result."""
     if unsure := _titles(readings, "inconclusive", " and "):
-        text = f"{unsure}. More looks or texts would show it."
+        text = f"{unsure}. More measurements or texts would show it."
         return (Part("Not conclusive: ", "strong"), Part(text))
     if not any(reading.verdict == "little" for reading in readings):
         return (Part("Nothing was measured. That is unknown, not safe."),)
@@ -513,7 +523,8 @@ def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[_Fact]:
         _gate_fact(fit),
         _Fact(
             "Not tested",
-            capitalized(_titles(readings, "untested")) or "Every kind was tested",
+            capitalized(_titles([r for r in readings if r.answer != STAYS], "untested"))
+            or "Every kind was tested",
             ", ".join(f"{len(names)} {title}" for title, names in gaps.items() if names),
         ),
     ]
@@ -550,12 +561,13 @@ def _gate_fact(fit: FitSummary) -> _Fact:
         f"{gate.metric.removeprefix('leakage/')} at most {brief(gate.at_most)}"
         for gate in fit.gates or ()
     ]
-    if not fit.decisions:
+    decisions = [d for d in fit.decisions if d.did != "not yet"]  # nothing could be read yet
+    if not decisions:
         if fit.gates:
             return _Fact("Gate", "Never acted", "; ".join(gates))
         return _Fact("Gate", "Not recorded" if fit.gates is None else "No limit was set")
-    first, n_further = fit.decisions[0], len(fit.decisions) - 1
-    only_warned = all(decision.did == "warn" for decision in fit.decisions)
+    first, n_further = decisions[0], len(decisions) - 1
+    only_warned = all(decision.did == "warn" for decision in decisions)
     further = f" and {n_further} time{'s' * (n_further > 1)} more" if n_further else ""
     verb, adverb = ("Exceeded", "only ") if only_warned else ("Acted", "")
     action = ACTIONS.get(first.did, first.did)

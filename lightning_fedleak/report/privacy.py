@@ -29,8 +29,8 @@ CLIENT, TOKENS = "ClientDP", "TokenLDP"
 # The unit of privacy of each class, if its settings do not record one.
 _UNITS = {"DPSGD": "example", CLIENT: "client", TOKENS: "row"}
 OPEN_END = (
-    "How the run ended is not recorded: what it released after its last look is not counted, so "
-    "that its epsilon is no bound for the whole run."
+    "How the run ended is not recorded: releases after its last measurement are not counted, "
+    "so that its epsilon is no bound for the whole run."
 )
 """A sentence on an account without all releases of its run."""
 NOT_BESIDE = "not beside the logs: copy it there"
@@ -138,7 +138,7 @@ class Account:
         if not self.holds:
             bound = f"none holds (recorded: {bound})"
         elif not self.whole:
-            bound = f"{bound}, only until the last look"
+            bound = f"{bound}, only until the last measurement"
         return f"{bound}; planted gradients: {self.check_result}" if self.check else bound
 
     @property
@@ -153,7 +153,7 @@ class Account:
             return "no epsilon holds"
         if self.check_result == "refuted":
             return "refuted by planted gradients"
-        extent = "" if self.whole else ", only until the last look"
+        extent = "" if self.whole else ", only until the last measurement"
         return (
             f"ε {wording.digits(self.epsilon)} at δ {wording.digits(self.delta)}"
             f"{wording.FOR_UNIT.get(self.unit, '')}, {self.releases} releases{extent}"

@@ -150,7 +150,7 @@ class Bins:
     @property
     def caption(self) -> str:
         """What a bin shows; empty if each bin is a single step."""
-        return f" Each point is the highest of {self.size} looks." if self.size > 1 else ""
+        return f" Each point is the highest of {self.size} measurements." if self.size > 1 else ""
 
 
 def heat_maps(
@@ -250,7 +250,7 @@ def knee(fit: FitSummary) -> _Knee | None:
 def _advice(at: str, metric: str, best: Point, last: Point) -> str:
     """Return, in a sentence, how stopping at the best utility would have changed the leakage."""
     if best.step >= last.step:
-        return f"{metric} still improved at the last look: no knee within this run."
+        return f"{metric} still improved at the last measurement: no knee within this run."
     auc_at_best, auc_at_end = best.value or 0.0, last.value or 0.0
     if auc_at_end - auc_at_best >= 0.01:  # a difference that two decimals show
         return (

@@ -25,7 +25,7 @@ class _Latest(dict[str, float]):
 
     def __missing__(self, name: str) -> NoReturn:
         raise KeyError(
-            f"{name} has no value: no look has ended yet, or none of this run reads it. "
+            f"{name} has no value: nothing has been measured yet, or none of this run reads it. "
             f"latest.get({name!r}) is None then"
         )
 

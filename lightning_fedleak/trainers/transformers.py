@@ -110,7 +110,10 @@ class LeakageCallback(TrainerCallback, Reported):
 
     engine: core.Engine
 
-    @explain_arguments(settings=core.WatchSettings)
+    @explain_arguments(
+        settings=core.WatchSettings,
+        elsewhere={"defenses": "defended(Trainer)(..., defenses=[...])"},
+    )
     def __init__(
         self,
         trainer: transformers.Trainer | None = None,

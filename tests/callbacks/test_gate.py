@@ -196,7 +196,7 @@ def test_a_value_that_is_still_to_come_is_no_breach():
     ("fpr", "settings", "gate", "words"),
     [
         ("0.001", {}, {"strict": False}, "needs 10000 non-members.* a window of 100:"),
-        ("0.01", {}, {}, "unknown before look .* or strict=False"),
+        ("0.01", {}, {}, "unknown before measurement .* or strict=False"),
         ("0.01", {}, {"strict": False}, None),
         ("0.01", {"targets": 1000}, {}, None),
     ],

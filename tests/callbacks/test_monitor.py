@@ -37,8 +37,6 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.engine.log import COLUMNS
-from lightning_fedleak.engine.loggers import Cards
-from lightning_fedleak.engine.outcomes import not_shared
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.model.batches import BatchError
 from lightning_fedleak.report import findings, read, watched
@@ -276,7 +274,7 @@ def test_the_first_cards_are_leakage_and_the_limit_of_a_gate(tmp_path: Path) -> 
     fit([monitor, RiskGate(F1, at_most=0.5, action="warn")], tmp_path, logger=board)
     events = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
     [run, limit] = sorted(events.Runs())
-    assert limit == f"{run}/gate"
+    assert limit == f"{run}/limit"
     tags = sorted(events.Runs()[run]["scalars"])
     cards = [tag for tag in tags if tag.startswith("1_leakage/")]
     assert tags[: len(cards)] == cards == ["1_leakage/train_loss", "1_leakage/words_f1"]
@@ -284,14 +282,6 @@ def test_the_first_cards_are_leakage_and_the_limit_of_a_gate(tmp_path: Path) -> 
     assert values == [(e.step, e.value) for e in events.Scalars(run, "leakage/worst/words")]
     limits = [(e.step, e.value) for e in events.Scalars(limit, "1_leakage/words_f1")]
     assert limits == [(step, 0.5) for step, _ in values]
-
-
-def test_a_surface_that_is_not_shared_is_no_number_in_the_text() -> None:
-    series, texts = LeakageMonitor(Probe()).engine.series, []
-    board = SimpleNamespace(add_text=lambda _, text, __: texts.append(text))
-    Cards(series, (), (), (), {}).add_summary([board], dict.fromkeys(series, not_shared(["f1"])), 0)
-    assert "| leakage/probe | f1 | not shared | | 0 |" in texts[0]
-    assert "nobody tested: words, membership, texts, memorization." in texts[0]
 
 
 class Crashing(Probe):

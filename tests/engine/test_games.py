@@ -217,7 +217,7 @@ def test_a_run_that_ends_before_there_was_a_result_is_unknown(tmp_path):
 
 def test_a_result_that_is_pending_for_too_long_is_unknown(tmp_path):
     ids = torch.arange(3, 12)[None].repeat(4, 1)
-    with pytest.warns(UserWarning, match=r"outside this batch: .*, for more than 20 looks"):
+    with pytest.warns(UserWarning, match=r"outside this batch: .*, for more than 20 measurements"):
         watch = watched(
             tmp_path, RecordingAttack(), batches=[{"input_ids": ids, "labels": ids}] * 24
         )

@@ -259,7 +259,7 @@ def test_a_look_that_crashes_ends_no_round(tmp_path, monkeypatch, gated, local):
 def test_a_look_that_cannot_be_made_withholds_only_before_a_gate(tmp_path, monkeypatch, gated):
     out = client(tmp_path, *[RoundGate(F1, at_most=1.0)] * gated)
     monkeypatch.setattr(out.observer, "measure", Broken().run)
-    with announced("the look failed: RuntimeError"):
+    with announced("the measurement failed: RuntimeError"):
         [(_, returned, result)] = rounds(out)
     assert (result.withheld, result.look) == (gated, None)
     assert result.state is None if gated else same(result.state, returned)
@@ -673,6 +673,8 @@ def test_one_update_leaves_before_words_can_be_read_and_no_second_one(tmp_path, 
     assert "until B" in second.events[0].why
     report = [x for x in lines(tmp_path, "run.jsonl") if x["kind"] == "gate"]
     assert [(x["did"], x["measured"]) for x in report] == [("not yet", None), ("withheld", None)]
+    [fact] = [f for f in findings(read([tmp_path])).overviews[0].facts if f.name == "Gate"]
+    assert fact.value == "Acted at round 1: it kept updates back"
 
 
 def test_no_update_leaves_undecided_where_an_attack_has_an_unknown_number(tmp_path):

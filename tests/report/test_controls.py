@@ -40,6 +40,13 @@ def test_a_low_number_of_a_low_control_is_neither_low_nor_safe(tmp_path: Path, f
         assert "0.30 of known words in the same step" in text
 
 
+def test_an_attack_that_names_nearly_everything_is_not_said_to_read_next_to_none(tmp_path):
+    line = words(0, 0.05, control=1.0)
+    line["metrics"] |= {"recall": {"value": 0.91}, "precision": {"value": 0.03}}
+    note = found_in(tmp_path, line).overviews[0].readings[0].note
+    assert note.startswith("Hardly any name is right. 91% found, 3% of what was named was there.")
+
+
 def test_a_low_number_of_a_high_control_reads_as_before_with_the_control_beside_it(tmp_path):
     found = found_in(tmp_path, words(0, 0.05, control=1.0))
     reading = found.overviews[0].readings[0]

@@ -348,7 +348,7 @@ def test_an_epsilon_of_a_run_that_was_cut_off_is_no_bound(tmp_path, last, whole)
     assert ("no bound for the whole run" in sentences_of(found)) is not whole
     assert ("What this epsilon limits" in sentences_of(found)) is whole
     assert ("no bound for the whole run" in cost.statement) is not whole
-    assert ("only until the last look" in page(found)) is not whole
+    assert ("only until the last measurement" in page(found)) is not whole
 
 
 @pytest.mark.parametrize(("in_ledger", "whole"), [(3, True), (40, False)])

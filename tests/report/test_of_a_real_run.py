@@ -176,5 +176,5 @@ def test_compare_cuts_no_name_at_80_columns(tmp_path, capsys, monkeypatch):
     table = [line for line in out.splitlines() if line[:1] in "│┃"]
     assert max(map(len, table)) <= 80
     assert "".join(line.split("┃")[2].strip() for line in table if "┃" in line) == f"{name}a"
-    for part in ("0.91 (0.81–0.98)", "2 at 1e-05, only until the last look"):
+    for part in ("0.91 (0.81–0.98)", "2 at 1e-05, only until the last measurement"):
         assert part in " ".join(out.replace("│", " ").split())

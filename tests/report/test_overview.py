@@ -102,9 +102,9 @@ def test_words_are_quoted_by_their_highest_look_and_games_by_all_of_them(tmp_pat
     found = found_in(tmp_path, lines, [begin(attacks=PAIR)])
     words, games = (reading_of(found, family) for family in ("words", "membership"))
     assert words.answer == "0.90"
-    assert "highest of 3 looks, step 1; mean 0.57" in words.note
+    assert "highest of 3 measurements, step 1; mean 0.57" in words.note
     assert games.answer == "0.70"
-    assert "last of 2 looks" in games.note
+    assert "last of 2 measurements" in games.note
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_server_that_holds_no_text_says_what_its_own_check_says(tmp_path):
     lines = [result(r, certified=float(r > 0)) | {"client": 0, "unknown": reason} for r in range(4)]
     found = found_in(tmp_path, lines, [begin(training={"strategy": "federation"})])
     assert reading_of(found, "words").answer == "Unknown"
-    assert "Its own check held at 75% of the looks" in reading_of(found, "words").note
+    assert "Its own check held at 75% of the measurements" in reading_of(found, "words").note
 
 
 def federation(folder, *decisions, sums=True):
@@ -404,7 +404,7 @@ def test_the_headline_of_a_defended_run_says_what_the_defence_bought(tmp_path):
     assert sentence == (
         "The defence brought words from F1 0.84 down to 0.00. "
         "It shows no difference for membership. Not conclusive: membership. "
-        "More looks or texts would show it."
+        "More measurements or texts would show it."
     )
 
 
@@ -488,8 +488,8 @@ def test_where_no_look_excludes_guessing_it_is_not_conclusive(tmp_path):
     found = membership(tmp_path, ((0.9, 0.6, 1.0), 0.2))
     reading = reading_of(found, "membership")
     assert reading.verdict == "inconclusive"
-    assert "over all looks guessing does so well too" in reading.note
-    assert found.verdict.sentence == "High, but in too few looks to be sure: membership."
+    assert "over all measurements guessing does so well too" in reading.note
+    assert found.verdict.sentence == "High, but in too few measurements to be sure: membership."
     assert found.verdict.level == "some"
 
 

@@ -99,7 +99,7 @@ def test_a_line_has_a_point_for_each_look_or_for_the_highest_of_a_bin(tmp_path, 
     html = page(found_in(tmp_path, lines, [begin(), end(looks)]))
     table = html.partition("As a table")[2].partition("</table>")[0]
     shown = re.findall(r"<td[^>]*>(>?0\.\d\d|1\.00)", table)
-    assert (f"the highest of {math.ceil(looks / 120)} looks" in html) == (looks > 120)
+    assert (f"the highest of {math.ceil(looks / 120)} measurements" in html) == (looks > 120)
     assert len(shown) == table.count("data-place") == math.ceil(looks / math.ceil(looks / 120))
     assert max(shown) == f"{max(values):.2f}"
 

@@ -58,7 +58,7 @@ def test_validation_counts_where_there_is_one(tmp_path):
     found = found_in(tmp_path, [result(3, f1=0.9)], record("a", 7.5, 8.25, 8.125, 8.5))
     assert found.runs[0].utility["val_loss"] == [(10, 8.25), (20, 8.125), (30, 8.5)]
     html = page(found)
-    assert "finished; looked at 1 of 20 steps" in html
+    assert "finished; measured 1 of 20 steps" in html
     assert "Looked at 1 of 20 steps." in model_card(found)
 
 
@@ -77,7 +77,7 @@ def test_rounds_and_runs_without_an_end(tmp_path):
     for first, rounds in ((0, 5), (1, 4)):  # rounds are counted from 0 or from 1
         federation = [begin(training={"strategy": "federation"}), look(first, client=0), end(5)]
         found = found_in(tmp_path / str(first), [result(first, f1=0.1)], federation)
-        assert f"finished; looked at 1 of {rounds} rounds" in page(found)
+        assert f"finished; measured 1 of {rounds} rounds" in page(found)
 
 
 def compared(folder, capsys, first, second) -> str:

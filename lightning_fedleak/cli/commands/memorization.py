@@ -198,6 +198,8 @@ def _measure_model(options: Namespace, console: Console) -> int:
     breaches = [breach for limit in limits for breach in breaches_of(evidence, *limit)]
     for breach in breaches:
         console.print(f"BREACH: {breach}")
+    if limits and not breaches:
+        console.print("Every limit of --at-most holds, by the upper end of its 95% interval.")
     is_unlisted = not limits and options.records is not None and not counts
     status = BREACH if breaches or is_unlisted or is_refuted else 0
     sentences = [*breaches, *not_compared.values(), *unknown_kinds, *[UNKNOWN] * (not is_known)]

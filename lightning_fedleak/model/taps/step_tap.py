@@ -368,7 +368,7 @@ class StepTap:
             BatchError: The form of the batch is unknown.
         """
         if batch is None:
-            raise BatchError("write training_step(self, batch, batch_idx), not dataloader_iter")
+            raise BatchError("batch is None: write step(batch); in Lightning no dataloader_iter")
         if self._adapter is not None:
             return self._adapter(batch)
         return read_batch(batch, self._anatomy.kind)

@@ -260,9 +260,10 @@ def _draw_heat_map(fit: FitSummary) -> _Figure | None:
     if not attacks:
         return None
     bins, tables = heat_maps(fit, attacks)
+    binned = f" A square is the highest of {bins.size} rounds." * (bins.size > 1)
     caption = (
-        "Each square is one client's update in one round. Red is more leakage; grey is guessing or "
-        "below." + f" A square is the highest of {bins.size} rounds." * (bins.size > 1)
+        "Each square is one client's update in one round: red if a leak shows, grey if guessing is "
+        f"not excluded, in brackets if a gate kept it back.{binned}"
     )
     columns = ["round", *bins.names, "mean"]
     return _Figure("Who leaked, and when", caption, columns=columns, heat=tables, kind="heat_map")
@@ -385,7 +386,7 @@ def _draw_knee(fit: FitSummary) -> _Figure | None:
         return plot.svg(f"{curve.name}, AUC against {name}. {tradeoff.sentence}")
 
     rows = [Row(str(p.step), [curve.cell(p), Cell(f"{loss:.3f}", "use")]) for loss, p in looks]
-    caption = f"Each dot is a look. Higher: the trained model leaks more. {tradeoff.sentence}"
+    caption = f"A dot is a measurement. Higher: the trained model leaks more. {tradeoff.sentence}"
     columns = [fit.unit, "AUC", name]
     return _Figure("When learning turned into memorizing", caption, views(draw), columns, rows)
 

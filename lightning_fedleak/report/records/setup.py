@@ -175,7 +175,7 @@ MEMORIZATION = Family(
     terms={
         "TPR at 1% and 0.1% FPR": "The share of the training texts that is found while 1 in 100, "
         "or in 1,000, held-out texts is taken for one. Unknown with fewer than 437, or 4,380, "
-        "held-out texts, and later looks need more.",
+        "held-out texts, and later measurements need more.",
         "Shown": "The lower end of the TPR at 1% FPR: that share is found for certain.",
         "Extracted": "How many more training texts than held-out ones, as a share, hold a run of "
         "tokens (16 by default) that the model would write in 10,000 samples. Below 0: fewer do. "
@@ -423,6 +423,11 @@ class BeginLine(RunLine):
     def stated(self) -> str:
         """What the user says leaves the machine; empty if it is not stated."""
         return "" if self.monitor is None else str(self.monitor.more.get("shares", ""))
+
+    @property
+    def keeps_updates(self) -> bool:
+        """Whether the user says that only the trained model leaves the machine."""
+        return self.stated == STATED.format("model")
 
     @property
     def is_federation(self) -> bool:

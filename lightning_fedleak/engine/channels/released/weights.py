@@ -275,7 +275,7 @@ def check_any(weights: WeightLooks | None, refused: Mapping[str, str]) -> None:
         reasons = refused if weights is None else weights.refused
         raise ValueError(
             "with shares='model' only attacks on the trained weights run, against rows held out by "
-            f"leave_out(rows, n), and none can: {'; '.join(dict.fromkeys(reasons.values()))}"
+            f"leave_out(rows, n), but each {'; '.join(dict.fromkeys(reasons.values()))}"
         )
 
 

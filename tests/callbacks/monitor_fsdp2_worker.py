@@ -76,15 +76,10 @@ def run(
     )
     strategy = DefendedStrategy(inner, defenses, client="world")
     trainer = fit(
-        list(callbacks),
-        root,
-        module=gpt2_module(dropout, optimizer),
-        loader=texts(None if alone else RANK),
-        strategy=strategy,
-        devices=1 if alone else 2,
-        use_distributed_sampler=False,
-        **settings,
-    )
+        list(callbacks), root, module=gpt2_module(dropout, optimizer),
+        loader=texts(None if alone else RANK), strategy=strategy, devices=1 if alone else 2,
+        use_distributed_sampler=False, **settings,
+    )  # fmt: skip
     return trainer, strategy
 
 
@@ -98,12 +93,10 @@ def attacks() -> list[Attack]:
     aligned.refresh_every = 1
     return [
         FlatChat(n_types=40),
-        FlatChat(public_text=public_text(), shapes=((4, 12), (8, 12)), name="counting"),
-        aligned,
+        FlatChat(public_text=public_text(), shapes=((4, 12), (8, 12)), name="counting"), aligned,
         AlignedFlatChat("sampled", calibration_tokens=200, lengths=(12,), name="sampled"),
-        PrefixInversion(1, public_text(), types=None),
-        BagOfWords(),
-    ]
+        PrefixInversion(1, public_text(), types=None), BagOfWords(),
+    ]  # fmt: skip
 
 
 def values_of(monitor: LeakageMonitor) -> dict[str, str]:
@@ -283,13 +276,11 @@ def gathered_parts(folder: Path) -> dict[str, Any]:
                 noted = BytesBySteps(counted)
                 fit(
                     [noted] if monitor is None else [monitor, noted],
-                    folder / f"{name}-{len(steps)}",
-                    module=module,
+                    folder / f"{name}-{len(steps)}", module=module,
                     loader=DataLoader(Subset(data, range(8 * RANK, 8 * RANK + 8)), batch_size=2),
                     strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-                    devices=2,
-                    use_distributed_sampler=False,
-                )
+                    devices=2, use_distributed_sampler=False,
+                )  # fmt: skip
             steps.append(noted.by_step)
         anatomy = find_anatomy(module)
         gradients = [anatomy.parameter(role) for role in attack.needs(anatomy).gradients]

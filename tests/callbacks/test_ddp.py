@@ -226,11 +226,9 @@ def main(root: Path) -> None:
     monitor = LeakageMonitor([GamesFailOnOne(layer=1), BlindOnOne(layer=1), Probe()], 1)
     again = run(root / "again", [monitor], n=32, max_epochs=2, ckpt_path=str(path))
     out["games again"] = {
-        "steps": again.global_step,
-        "looks": monitor.looks,
-        "games": len(games_of(monitor)),
+        "steps": again.global_step, "looks": monitor.looks, "games": len(games_of(monitor)),
         "first": games_of(monitor)[: len(games)].tolist() == games.tolist(),
-    }
+    }  # fmt: skip
     public = torch.randint(3, 50, (32, 8), generator=torch.Generator().manual_seed(3))
     packed = DataLoader(documents(), batch_size=4, collate_fn=pack)
     before = footprint(run(root / "no-packed", [], loader=packed))

@@ -113,14 +113,6 @@ def test_a_stop_that_could_not_stop_is_refused(tmp_path):
         fit(callbacks, tmp_path, min_epochs=1)
 
 
-def test_two_gates_on_one_metric_need_names(tmp_path):
-    monitor = LeakageMonitor(Probe(), every_n_steps=1)
-    gates = [RiskGate(F1, at_most=1.0), RiskGate(F1, at_most=0.99, name="hard")]
-    fit([*gates, monitor], tmp_path)
-    with pytest.raises(RuntimeError, match="state_key"):
-        fit([RiskGate(F1, at_most=1.0), RiskGate(F1, at_most=0.99), monitor], tmp_path)
-
-
 def test_the_decision_is_logged_and_breaches_survive_a_checkpoint(tmp_path):
     saver = ModelCheckpoint(tmp_path, save_last=True)
     monitor = LeakageMonitor(Scripted([1, 1, 1, 1, 1, 1, 1, 20]), every_n_steps=1)

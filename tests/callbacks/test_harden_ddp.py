@@ -39,13 +39,9 @@ class Notches(L.Callback):
 
 def dp() -> DPSGD:
     return DPSGD(
-        1.0,
-        noise_multiplier=2.0,
-        target_epsilon=200.0,
-        target_delta=1e-3,
-        accountant="filter",
+        1.0, noise_multiplier=2.0, target_epsilon=200.0, target_delta=1e-3, accountant="filter",
         release=ReleaseSettings(max_hardenings=2),
-    )
+    )  # fmt: skip
 
 
 DEFENSES: dict[str, Callable[[], list[Defense]]] = {
@@ -77,14 +73,9 @@ def watched(
     # put a look off.
     size = {"n": 120, "batch_size": 10} if defense == "dpsgd" else {"n": 48}
     trainer = fit(
-        [found, monitor, notches],
-        root,
-        module=module(defense),
-        strategy=strategy,
-        devices=2,
-        loader=random_token_loader(**size),
-        **settings,
-    )
+        [found, monitor, notches], root, module=module(defense), strategy=strategy, devices=2,
+        loader=random_token_loader(**size), **settings,
+    )  # fmt: skip
     return trainer, found, monitor, notches.seen, strategy.defenses
 
 
@@ -122,13 +113,9 @@ def hardened(defense: str, client: str) -> Case:
             "saved": len(list(folder.rglob(f"gate-*step={monitor.last_step}.ckpt"))),
         }
         trainer, gate, monitor, seen, _ = watched(
-            folder,
-            defense,
-            client,
-            gate={"at_most": 1.0, "strict": False},
-            max_epochs=2,
+            folder, defense, client, gate={"at_most": 1.0, "strict": False}, max_epochs=2,
             ckpt_path=str(path),
-        )
+        )  # fmt: skip
         names = [name for name, _ in trainer.lightning_module.named_parameters()]
         now = zip(names, stopped, weights(trainer), strict=True)
         return out | {
@@ -183,19 +170,20 @@ ONE_NOTCH = ["freeze rank"]
 
 
 @pytest.mark.parametrize("name", [*TWO_NOTCHES, *ONE_NOTCH])
-def test_every_rank_is_turned_up_at_the_same_steps_and_then_stops(ranks, name: str) -> None:
+def test_every_rank_is_turned_up_at_the_same_steps_stops_and_resumes_so(ranks, name: str) -> None:
+    """Weights stay equal between ranks, and what was frozen stays where it was."""
     most = 1 if name in ONE_NOTCH else 2
     for found in of(ranks, name):
         assert found["seen"] == [[step, [step]] for step in range(most + 1)]
         assert found["steps"] == found["looks"] == most + 1
         assert (found["notches"], found["unknown"], found["saved"]) == (most, 0, 1)
-
-
-@pytest.mark.parametrize("name", [*TWO_NOTCHES, *ONE_NOTCH])
-def test_weights_stay_equal_between_ranks(ranks, name: str) -> None:
-    for found in of(ranks, name):
         assert found["equal"]
         assert found["resumed equal"]
+        assert [step for step, _ in found["resumed"]] == list(range(most + 1, most + 7))
+        assert all(set(notches) == {most} for _, notches in found["resumed"])
+        assert (found["resumed notches"], found["resumed failures"]) == (most, 0)
+        assert found["still"] == ([HEAD] if name in ONE_NOTCH else [])
+        assert found["exposed"] == (0 if name in ONE_NOTCH else 1)
 
 
 @pytest.mark.parametrize("name", [*TWO_NOTCHES, *ONE_NOTCH])
@@ -207,22 +195,6 @@ def test_the_gate_is_logged_once_for_all_ranks(ranks, name: str) -> None:
     most = first["notches"]
     assert first["noted"] == [[step, min(step + 1.0, most)] for step in steps]
     assert second["rows"] == 0
-
-
-@pytest.mark.parametrize("name", [*TWO_NOTCHES, *ONE_NOTCH])
-def test_a_resumed_run_keeps_the_notches_on_every_rank(ranks, name: str) -> None:
-    for found in of(ranks, name):
-        most = found["notches"]
-        assert [step for step, _ in found["resumed"]] == list(range(most + 1, most + 7))
-        assert all(set(notches) == {most} for _, notches in found["resumed"])
-        assert (found["resumed notches"], found["resumed failures"]) == (most, 0)
-
-
-@pytest.mark.parametrize("name", [*TWO_NOTCHES, *ONE_NOTCH])
-def test_what_was_frozen_stays_where_it_was_and_all_else_trains_on(ranks, name: str) -> None:
-    for found in of(ranks, name):
-        assert found["still"] == ([HEAD] if name in ONE_NOTCH else [])
-        assert found["exposed"] == (0 if name in ONE_NOTCH else 1)
 
 
 def test_the_first_process_decides_for_all(ranks) -> None:

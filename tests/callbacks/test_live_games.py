@@ -81,11 +81,6 @@ def defended(root, attacks, *defenses, module=None, n=32, **settings):
     return monitor
 
 
-def public(n=60):
-    generator = torch.Generator().manual_seed(5)
-    return PublicText(list(torch.randint(3, 97, (n, 12), generator=generator)))
-
-
 def attention(name, text, **settings):
     return AttentionMembership(
         1, text, tokens=12, batch=4, attention=AttentionSettings(**settings), name=name
@@ -162,7 +157,7 @@ def test_the_client_reads_what_a_defence_has_written_in_place_of_its_batch(tmp_p
 
 
 def test_where_a_defence_acts_attention_plays_wider_bands_and_one_under_noise(tmp_path):
-    attacks = [attention("default", public()), attention("given", public(), widths=WIDTHS)]
+    attacks = [attention("default", seeded(5)), attention("given", seeded(5), widths=WIDTHS)]
     ldp = TokenLDP("grr", epsilon=5, per="token", special_ids=[0, 1, 2])
     cases = [
         ([ldp], 0.999, list(WIDTHS)),
@@ -437,16 +432,6 @@ def test_with_error_feedback_what_goes_in_is_read_with_the_noise_before(
     assert compression.memory
 
 
-def test_training_is_bit_identical(tmp_path: Path) -> None:
-    first, second = (GradientCompression("low_rank", error_feedback=True) for _ in range(2))
-    plain = Kept.of(fit_under(tmp_path / "a", [], first, n=3))
-    attacks = [BagOfWords(), SubspaceWords(capacity_seconds=0)]
-    monitor = LeakageMonitor(attacks, every_n_steps=1)
-    assert_same(plain, fit_under(tmp_path / "b", [monitor], second, n=3))
-    assert first.memory.keys() == second.memory.keys()
-    assert all(torch.equal(t, second.memory[n]) for n, t in first.memory.items())
-
-
 def compression_defended(
     root: Path, attacks: Any, *defenses: Any, lora: Any = None, **settings: Any
 ) -> Any:
@@ -501,51 +486,26 @@ def test_attacks_know_the_noise_of_the_defences_or_are_unknown(tmp_path: Path) -
 RIGHT = "leakage/text_count/right"
 
 
-@pytest.fixture(scope="module")
-def fourth_watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[LeakageMonitor, Path]:
-    """Return the monitor and the folder of a fit with this attack and two of the package."""
-    folder = tmp_path_factory.mktemp("counts")
+def test_a_family_of_ones_own_is_logged_revealed_and_reported(tmp_path: Path) -> None:
     settings = WatchSettings(stages=("local", "shared"), reveal=True)
     attacks = [Probe(), TextCount(1e9), FCMembership(1)]
     monitor = LeakageMonitor(attacks, every_n_steps=2, settings=settings)
-    fit([monitor], folder, logger=TensorBoardLogger(folder), n=32)
-    return monitor, folder
-
-
-def revealed_by(monitor: LeakageMonitor) -> list[tuple[int, str]]:
-    [channel] = {c for c in monitor.engine.series.values() if isinstance(c, CountsChannel)}
-    return channel.revealed
-
-
-def test_custom_family_is_logged_with_its_metrics(
-    fourth_watched: tuple[LeakageMonitor, Path],
-) -> None:
-    monitor, folder = fourth_watched
+    fit([monitor], tmp_path, logger=TensorBoardLogger(tmp_path), n=32)
     assert monitor.failures == 0
     assert monitor.latest[RIGHT] == 0
     assert monitor.latest["leakage_local/text_count/off"] == 4
     assert f"{RIGHT}_low" in monitor.metric_names()
-    lines = lines_of(folder, "text_count")
+    lines = lines_of(tmp_path, "text_count")
     assert [(line["step"], line["stage"]) for line in lines][:2] == [(0, "local"), (0, "shared")]
     assert lines[-1]["metrics"]["right"]["value"] == 0
-    [board] = folder.rglob("events.out*")
+    [board] = tmp_path.rglob("events.out*")
     events = EventAccumulator(str(board)).Reload()
     n_shared = sum(line["stage"] == "shared" for line in lines)
     assert [e.value for e in events.Scalars(RIGHT)] == [0.0] * n_shared
-
-
-def test_custom_family_reveals_guesses_at_each_look(
-    fourth_watched: tuple[LeakageMonitor, Path],
-) -> None:
+    [channel] = {c for c in monitor.engine.series.values() if isinstance(c, CountsChannel)}
     titles = [(step, f"== step {step}, leakage/text_count") for step in (0, 2, 4, 6)]
-    revealed = revealed_by(fourth_watched[0])
-    assert [(step, title) for step, title in revealed if "_local" not in title] == titles
-
-
-def test_report_describes_custom_family_in_its_own_terms(
-    fourth_watched: tuple[LeakageMonitor, Path],
-) -> None:
-    report = findings(read([fourth_watched[1]]))
+    assert [one for one in channel.revealed if "_local" not in one[1]] == titles
+    report = findings(read([tmp_path]))
     attacks = report.runs[0].attacks
     [attack] = [a for a in attacks if (a.name, a.stage) == ("text_count", "shared")]
     assert (attack.family.name, attack.headline, attack.mean) == ("counts", "right", 0.0)
@@ -680,11 +640,9 @@ PUBLIC = [[(7 * i + 3 * j) % 94 + 3 for j in range(20)] for i in range(12)]
 def watchers(*more):
     """Return gates and a monitor with attacks on words and members, and ``more``."""
     attacks = [
-        FlatChat(PublicText(PUBLIC), shapes=((1, 8), (2, 8), (4, 12))),
-        Probe(),
-        FCMembership(layer=1, name="fc_1"),
-        *more,
-    ]
+        FlatChat(PublicText(PUBLIC), shapes=((1, 8), (2, 8), (4, 12))), Probe(),
+        FCMembership(layer=1, name="fc_1"), *more,
+    ]  # fmt: skip
     options = {"stages": ("local", "shared"), "reveal": True, "texts": 1}
     monitor = monitor_with(attacks, every_n_steps=4, **options)
     gates = [

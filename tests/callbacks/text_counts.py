@@ -50,14 +50,11 @@ class CountsChannel(StepChannel):
 
     reads = TextCount
     leak = Family(
-        name="counts",
-        headline="right",
-        metrics=("right", "wrong"),
-        question="How many texts are in a batch?",
-        title="counts of texts",
+        name="counts", headline="right", metrics=("right", "wrong"),
+        question="How many texts are in a batch?", title="counts of texts",
         sentences=("count the texts of a batch {surely}",),
         terms={"Right": "The share of looks at which the count was right. 1 is always."},
-    )
+    )  # fmt: skip
     metrics = ("right", "wrong")
     columns = ("right", "off")
     width = len(columns)

@@ -1,7 +1,5 @@
 """Attacks that choose themselves."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

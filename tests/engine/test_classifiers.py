@@ -1,7 +1,5 @@
 """Words from classifiers and encoder-decoders; models that read images or sounds too."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable
@@ -34,13 +32,9 @@ from tests.helpers.steps import open_channel
 
 VOCABULARY, WIDTH, POSITIONS, TARGETS = 300, 64, 40, 200
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-    "max_position_embeddings": POSITIONS,
-}
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": POSITIONS,
+}  # fmt: skip
 ENCODER = SIZES | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 BART = {"vocab_size": VOCABULARY, "d_model": WIDTH, "max_position_embeddings": POSITIONS}
 T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 16, "num_layers": 2, "num_heads": 4}

@@ -1,7 +1,5 @@
 """Weights that are computed from other parameters: pruned and parametrized layers."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 from torch.nn.utils import prune

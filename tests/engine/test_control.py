@@ -1,7 +1,5 @@
 """A low number counts only as far as the control of its look is high."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -19,11 +17,14 @@ from benchmarks.papers.baselines import reveal_labels
 from lightning_fedleak.attacks import (
     Attack,
     BagOfWords,
+    FlatChat,
     GradientMembership,
+    PublicText,
     SubspaceWords,
     WordGuess,
 )
 from lightning_fedleak.attacks.base import HONEST_BUT_CURIOUS
+from lightning_fedleak.engine import Games
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.model.snapshots import Inapplicable, NotYet
 from lightning_fedleak.model.taps import Step
@@ -289,7 +290,7 @@ def test_a_control_is_kept_until_a_number_falls_and_over_a_resume(
 
 
 def test_training_is_bit_identical_with_a_control_in_every_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(Controls, "_is_due", lambda *_: True)
     attacks = [SubspaceWords(capacity_seconds=0), GradientMembership("sampled")]
@@ -350,6 +351,33 @@ def test_light_labels_that_linear_programs_read_are_not_low(tmp_path: Path) -> N
     )  # fmt: skip
     assert found == [set(rows_of(2, 8, 1)[0]["input_ids"][:, 1:].flatten().tolist())]
     assert watch.latest["leakage/aligned_flatchat/f1"] < 0.9
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value)
+
+
+def preferring(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    """Return a loss that prefers the first half of the texts to the second, as DPO does."""
+    targets = labels[:, 1:]
+    losses = functional.cross_entropy(logits[:, :-1].transpose(1, 2), targets, reduction="none")
+    chosen, rejected = (-losses.sum(1)).chunk(2)
+    return -functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def test_of_a_loss_that_prefers_texts_the_control_says_who_reads_it(tmp_path: Path) -> None:
+    """Labels are read by the sizes of rows; a gradient of the likelihood shows no members."""
+    public, held_out = (
+        PublicText(torch.randint(3, 97, (n, 12), generator=torch.Generator().manual_seed(n)))
+        for n in (60, 40)
+    )
+    gate = Threshold("leakage/gradient_membership/auc", at_most=0.7, action="warn")
+    model: Any = tiny_llama()
+    model.loss_function = preferring
+    listed = [FlatChat(public, shapes=((2, 12), (4, 12))), GradientMembership(public)]
+    games = Games(held_out=held_out, targets=8)
+    given = {"model": model, "rows": 4, "length": 12, "steps": 3, "optimizer": "adamw"}
+    watch = watched(tmp_path, listed, [gate], games=games, lr=1e-3, **given)
+    assert watch.latest["leakage/flatchat/f1"] > 0.9
+    assert watch.latest["leakage/gradient_membership/auc"] < 0.7
     assert gate.fired is not None
     assert math.isnan(gate.fired.value)
 

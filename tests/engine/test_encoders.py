@@ -1,7 +1,5 @@
 """Models without an output head, whose loss is of hidden states: pairs of texts, no labels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

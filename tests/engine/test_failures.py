@@ -1,11 +1,9 @@
 """Nothing in a watch ends a training: what a look raises is a failure of that look.
 
-Every function of the package that a plain watched run calls after its set-up is found by a profile
+Every function of the package that a plain watched run calls after its set-up is found by a trace
 of such a run. Each of them then raises at a look of its own: every fourth here, the others in the
 slow row.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -42,18 +40,18 @@ class Injected(RuntimeError):
 def profiled(callback: Callable[[CodeType], None]) -> Iterator[None]:
     """Call a function with the code of each function that is entered; what it raises, that raises.
 
-    Python takes a profile away once it has raised.
+    Python takes a trace away once it has raised. A profile would be called for functions of C too.
     """
 
-    def enter(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            callback(frame.f_code)
+    def enter(frame: FrameType, *_: object) -> None:
+        callback(frame.f_code)
 
-    sys.setprofile(enter)
+    before = sys.gettrace()
+    sys.settrace(enter)
     try:
         yield
     finally:
-        sys.setprofile(None)
+        sys.settrace(before)
 
 
 @contextmanager
@@ -99,12 +97,9 @@ PAGES = {
 }
 """Show more than numbers: where they fail the result is known, and a warning is given."""
 AFTER_LINES = {
-    "RunRecord.append",
-    "RunRecord.write_new_defenses",
-    "Report.log",
-    "FlatChat.config",
+    "RunRecord.append", "RunRecord.write_new_defenses", "Report.log", "FlatChat.config",
     "FCMembership.config",
-}
+}  # fmt: skip
 """Run after (the first) lines of a look: its values are unknown, and the lines of the next look."""
 AFTER_LOOK = {"Results.waiting"}
 """Run after a look has been published: the lines of the next look are unknown."""
@@ -167,14 +162,10 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> 
 
 def watched(folder, model, optimizer, *more) -> Watch:
     return Watch(
-        model,
-        optimizer,
-        [BagOfWords(), *more, FCMembership(1)],
-        folder=folder,
-        games=Games(targets=2),
-        settings=WatchSettings(tensorboard=False, reveal=True),
+        model, optimizer, [BagOfWords(), *more, FCMembership(1)], folder=folder,
+        games=Games(targets=2), settings=WatchSettings(tensorboard=False, reveal=True),
         every_n_steps=1,
-    )
+    )  # fmt: skip
 
 
 def functions(callback: Callable[[Callable[[CodeType], None]], object]) -> list[CodeType]:
@@ -249,11 +240,19 @@ def check_logged(folder: Path, targets: list[CodeType], latest: list[dict[str, f
 
 @pytest.mark.parametrize("quarter", QUARTERS)
 def test_what_a_function_of_a_look_raises_is_a_failure_of_that_look(tmp_path, quarter, monkeypatch):
-    """Each function raises in a step of its own, and none does in the last two."""
-    monkeypatch.setattr(Controls, "_is_due", lambda *_: True)
+    """Each function raises in a step of its own, and none does in the last two.
+
+    A control is made where a function is entered for controls alone: it takes most of a step.
+    """
+    due = [False]
+    monkeypatch.setattr(Controls, "_is_due", lambda *_: due[0])
     targets = functions(lambda note: steps_with(tmp_path / "plain", note))
+    due[0] = True
+    both = functions(lambda note: steps_with(tmp_path / "control", note))
+    controls = [code for code in both if code not in targets]
     assert len(targets) > 200
-    targets = targets[quarter::4]
+    assert len(controls) > 40
+    targets = targets[quarter::4] + controls[quarter::4]
     plain, plain_optimizer = set_up()
     losses = [one_step(plain, plain_optimizer, batch_of(n)) for n in range(len(targets) + 3)]
     after = torch.rand(3)
@@ -267,7 +266,7 @@ def test_what_a_function_of_a_look_raises_is_a_failure_of_that_look(tmp_path, qu
         hooks = hooks_of(model, optimizer)
         for step, target in enumerate([*targets, None, None], 1):
             name = "no function" if target is None else target.co_qualname
-            callback = nothing if target is None else raises(target)
+            callback, due[0] = nothing if target is None else raises(target), target in controls
             with profiled(callback), watch.step(batch_of(step)):
                 loss = one_step(model, optimizer, batch_of(step))
             assert loss == losses[step], name

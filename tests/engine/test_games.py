@@ -13,8 +13,7 @@ from lightning_fedleak.attacks.membership.base import CRAFTED, MembershipGuess
 from lightning_fedleak.attacks.membership.fc import FCMembership
 from lightning_fedleak.attacks.membership.gradients import GradientMembership
 from lightning_fedleak.engine import Games
-from lightning_fedleak.evaluation.canaries import with_canaries
-from lightning_fedleak.trainers import Threshold, Watch
+from lightning_fedleak.trainers import Threshold
 from tests.callbacks.runs import Probe
 from tests.helpers.lightning_modules import loss_by_blocks, random_token_loader
 from tests.helpers.loops import lines_of, model_loss, still_gpt2, watched
@@ -322,43 +321,23 @@ WITHOUT_BLOCKS = nn.Sequential(nn.Embedding(97, 16), nn.Linear(16, 97))
 
 
 @pytest.mark.parametrize(
-    ("attack", "settings", "error", "words"),
+    ("attack", "settings", "words"),
     [
-        (RecordingAttack, {"assume": HONEST_BUT_CURIOUS}, ValueError, "chooses the modules"),
+        (RecordingAttack, {"assume": HONEST_BUT_CURIOUS}, "chooses the modules"),
         (
             lambda: RecordingAttack(layer=3),
             {},
-            ValueError,
             "layer must be an integer from 0 to 2, got 3.*2 blocks",
         ),
-        (TruncatedEmbedding, {}, ValueError, "'recording' cannot run on this model"),
-        (RecordingAttack, {"model": WITHOUT_BLOCKS}, ValueError, "no transformer blocks"),
+        (TruncatedEmbedding, {}, "'recording' cannot run on this model"),
+        (RecordingAttack, {"model": WITHOUT_BLOCKS}, "no transformer blocks"),
         (
             lambda: GradientMembership(PUBLIC),
             {"games": Games(held_out=PUBLIC)},
-            ValueError,
             "held_out= is the public text that 'gradient_memb",
         ),
     ],
 )
-def test_games_that_cannot_be_played_are_refused(tmp_path, attack, settings, error, words):
-    with pytest.raises(error, match=words):
+def test_games_that_cannot_be_played_are_refused(tmp_path, attack, settings, words):
+    with pytest.raises(ValueError, match=words):
         watched(tmp_path, attack(), **settings)
-
-
-# ---- the user's own canaries --------------------------------------------------------------------
-
-
-def planted(seed=3):
-    """Return 24 texts of the data and some of 16 canaries."""
-    texts = torch.randint(3, 97, (16, 12), generator=torch.Generator().manual_seed(9))
-    ones = torch.ones(12, dtype=torch.long)
-    rows = [{"input_ids": ids, "attention_mask": ones, "labels": ids} for ids in texts]
-    return with_canaries(random_token_loader(24).dataset, rows, seed=seed)
-
-
-def test_canaries_that_nothing_queries_are_refused():
-    games, model = Games(canaries=planted().canaries), still_gpt2()
-    optimizer = torch.optim.SGD(model.parameters(), 1)
-    with pytest.raises(ValueError, match=r"Canaries\(\) and .* belong together"):
-        Watch(model, optimizer, RecordingAttack(), games=games)

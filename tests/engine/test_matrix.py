@@ -3,8 +3,6 @@
 A token counts where the loss has a gradient at its embedding, and a text where it is in the batch.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,6 +24,7 @@ from lightning_fedleak.attacks import GradientMembership, PublicText, SubspaceWo
 from lightning_fedleak.callbacks import Games, LeakageMonitor
 from tests.helpers.folders import save_tiny_llama
 
+ROWS, LENGTH, LOOKS = 2, 12, 3
 PROMPT = 8
 """Tokens of the system prompt of a chat, the same in each text."""
 
@@ -55,40 +54,19 @@ class Cell:
 
 
 CELLS = {
-    "whole": Cell(whole),
-    "whole, bf16-mixed": Cell(whole, precision="bf16-mixed"),
-    "LoRA": Cell(),
-    "DoRA": Cell(adapted(use_dora=True)),
-    "rsLoRA": Cell(adapted(use_rslora=True)),
-    "PiSSA": Cell(adapted(init_lora_weights="pissa")),
-    "AdaLoRA": Cell(adapted(AdaLoraConfig)),
-    "adapters": Cell(adapters),
-    "LoRA, bf16-mixed": Cell(precision="bf16-mixed"),
-    "LoRA, bf16-true": Cell(precision="bf16-true"),
-    "LoRA, accumulation 2": Cell(accumulate=2),
+    "whole": Cell(whole), "whole, bf16-mixed": Cell(whole, precision="bf16-mixed"), "LoRA": Cell(),
+    "DoRA": Cell(adapted(use_dora=True)), "rsLoRA": Cell(adapted(use_rslora=True)),
+    "PiSSA": Cell(adapted(init_lora_weights="pissa")), "AdaLoRA": Cell(adapted(AdaLoraConfig)),
+    "adapters": Cell(adapters), "LoRA, bf16-mixed": Cell(precision="bf16-mixed"),
+    "LoRA, bf16-true": Cell(precision="bf16-true"), "LoRA, accumulation 2": Cell(accumulate=2),
     "LoRA, checkpointing": Cell(reentrant=False),
-    "LoRA, reentrant checkpointing": Cell(reentrant=True),
-    "LoRA, compiled": Cell(compiled=True),
-    "LoRA, completions": Cell(rows="completion"),
-    "LoRA, chat": Cell(rows="chat"),
-    "LoRA, left padding": Cell(rows="left"),
-    "LoRA, right padding": Cell(rows="right"),
-    "LoRA, packed": Cell(rows="packed"),
-    "LoRA, padding-free with a cache": Cell(rows="crossing"),
-    "LoRA, NF4": Cell(base="nf4"),
-    "LoRA, int8": Cell(base="int8"),
-    "LoRA, NEFTune 5": Cell(neftune),
-    "LoRA, dropout .05": Cell(adapted(lora_dropout=0.05)),
-}
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Token ids of texts, each as long as a row or longer."""
-
-    private: Sequence[Sequence[int]]
-    outside: Sequence[Sequence[int]]
-    public: Sequence[Sequence[int]]
+    "LoRA, reentrant checkpointing": Cell(reentrant=True), "LoRA, compiled": Cell(compiled=True),
+    "LoRA, completions": Cell(rows="completion"), "LoRA, chat": Cell(rows="chat"),
+    "LoRA, left padding": Cell(rows="left"), "LoRA, right padding": Cell(rows="right"),
+    "LoRA, packed": Cell(rows="packed"), "LoRA, padding-free with a cache": Cell(rows="crossing"),
+    "LoRA, NF4": Cell(base="nf4"), "LoRA, int8": Cell(base="int8"),
+    "LoRA, NEFTune 5": Cell(neftune), "LoRA, dropout .05": Cell(adapted(lora_dropout=0.05)),
+}  # fmt: skip
 
 
 class Client(FineTuning):
@@ -182,51 +160,39 @@ def true_auc(members: Members, batches: Sequence[dict[str, Any]], step: int) -> 
     return float(roc_auc_score(inside, scores)) if 0 < sum(inside) < len(inside) else math.nan
 
 
-def run(cell, folder, texts, shape, steps, looks) -> dict[str, Any]:
+def run(cell, folder) -> dict[str, Any]:
     """What a fit logged of its last look, and the same computed anew."""
     torch.manual_seed(0)
     torch.compiler.reset()
-    rows, length = map(int, shape.split("x"))
+    generator = torch.Generator().manual_seed(0)
+    private, outside, public = torch.randint(5, 500, (3, 40, 16), generator=generator).tolist()
     model = cell.setup(base_model(folder, cell.base))
     if cell.reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": cell.reentrant})
         model.enable_input_require_grads()
-    warm(model.train(), texts.public, shape, steps)
-    public = PublicText([list(ids) for ids in texts.public])
-    words, members = Words(capacity_seconds=0), Members(public, tokens=length)
+    warm(model.train(), public, f"{ROWS}x{LENGTH}", 2)
+    words, members = Words(capacity_seconds=0), Members(PublicText(public), tokens=LENGTH)
     for attack in (words, members):
         attack.guesses = {}
+    attacks = [members] if cell.setup is adapters else [words, members]
+    held_out = PublicText([ids[:LENGTH] for ids in outside])
+    games = Games(held_out=held_out, targets=2 * ROWS * cell.accumulate)
     with tempfile.TemporaryDirectory() as logs:
-        monitor = LeakageMonitor(
-            [members] if cell.setup is adapters else [words, members],
-            every_n_steps=1,
-            games=Games(
-                held_out=PublicText([list(ids[:length]) for ids in texts.outside]),
-                targets=2 * rows * cell.accumulate,
-            ),
-            folder=logs,
-        )
+        monitor = LeakageMonitor(attacks, every_n_steps=1, games=games, folder=logs)
         client = Client(torch.compile(model, backend="aot_eager") if cell.compiled else model)
-        data = [
-            torch.tensor(ids[:length]) for ids in texts.private[: looks * rows * cell.accumulate]
-        ]
-        loader = DataLoader(data, batch_size=rows, collate_fn=lambda each: collate(cell.rows, each))
+        data = [torch.tensor(ids[:LENGTH]) for ids in private[: LOOKS * ROWS * cell.accumulate]]
+        loader = DataLoader(data, batch_size=ROWS, collate_fn=lambda each: collate(cell.rows, each))
         fit(
-            client,
-            loader,
-            max_steps=looks,
-            callbacks=[monitor],
-            precision=cell.precision,
-            accumulate_grad_batches=cell.accumulate,
-            default_root_dir=logs,
-        )
+            client, loader, max_steps=LOOKS, callbacks=[monitor], precision=cell.precision,
+            accumulate_grad_batches=cell.accumulate, default_root_dir=logs,
+        )  # fmt: skip
         lines = read_lines(Path(logs) / "leakage.jsonl")
-        last = {line["attack"]: line for line in lines if line["step"] == looks - 1}
+        last = {line["attack"]: line for line in lines if line["step"] == LOOKS - 1}
     batches = client.batches[-cell.accumulate :]
     message = {n: one["unknown"] or one["metrics"] for n, one in last.items()}
     truth = true_words(model.float(), batches)
-    guess = words.guesses.get(looks - 1)
-    results = {"types": len(truth), "true_auc": true_auc(members, batches, looks - 1)}
+    guess = words.guesses.get(LOOKS - 1)
+    results: dict[str, Any] = {"true_auc": true_auc(members, batches, LOOKS - 1)}
     if guess is not None:
         results["true_f1"] = 2 * len(guess & truth) / (len(guess) + len(truth))
     for name, metric in (("subspace_words", "f1"), ("gradient_membership", "auc")):
@@ -249,9 +215,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_logged_is_true(folder: Path, name: str) -> None:
     if CELLS[name].base != "plain":
         pytest.importorskip("bitsandbytes")
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, 500, (3, 40, 16), generator=generator).tolist()
-    values = run(CELLS[name], str(folder), Texts(*ids), "2x12", steps=2, looks=3)
+    values = run(CELLS[name], str(folder))
     if name == "adapters":
         assert values["f1"] == "none reads it"
     else:

@@ -1,7 +1,5 @@
 """Attacks that are broken on purpose: every gate says unknown, where the whole attack is read."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

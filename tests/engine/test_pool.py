@@ -1,7 +1,5 @@
 """Who is compared: which rows are drawn, and what is refused."""
 
-from __future__ import annotations
-
 import math
 import random
 import re
@@ -27,11 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.released.pool import collect
 from lightning_fedleak.engine.channels.released.training_rows import UnplayableGame
-from lightning_fedleak.evaluation.canaries import (
-    TrainingRows,
-    leave_out,
-    with_entities,
-)
+from lightning_fedleak.evaluation.canaries import TrainingRows, leave_out, with_entities
 from lightning_fedleak.evaluation.canaries.left_out import _LeftOutRecord
 from lightning_fedleak.model.batches import TokenBatch, read_batch
 from tests.canaries.test_with_entities import PHONE, TOKENIZER

@@ -3,8 +3,6 @@
 ``make test-quantized`` installs the packages that these tests need, and runs them.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -57,11 +55,9 @@ def nf4(folder: Path, *, compute: torch.dtype = torch.float32, **options: Any) -
     pytest.importorskip("bitsandbytes")
     double = options.pop("double", False)
     settings = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=compute,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute,
         bnb_4bit_use_double_quant=double,
-    )
+    )  # fmt: skip
     return load(folder, settings, **options)
 
 
@@ -157,12 +153,10 @@ def looked(folder: Path, model: nn.Module, attack: Any = None) -> tuple[Drawing,
     public = PublicText(texts(40, 1)) if attack is None else None
     listed = [] if attack is None else [[attack]]
     monitor = LeakageMonitor(
-        *listed,
-        every_n_steps=1,
-        folder=folder,
+        *listed, every_n_steps=1, folder=folder,
         games=Games(held_out=PublicText(texts(40, 2)), targets=8),
         settings=WatchSettings(look_seconds=1e4, public_text=public),
-    )
+    )  # fmt: skip
     module = fit(model, [monitor])
     assert monitor.failures == 0
     lines = (folder / "leakage.jsonl").read_text().splitlines()

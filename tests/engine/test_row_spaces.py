@@ -1,7 +1,5 @@
 """Words, texts and members off the row spaces of gradients, of LoRA and whole models."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,7 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 
-from lightning_fedleak.attacks import (
-    SubspaceMembership,
-    SubspaceTexts,
-    SubspaceWords,
-)
+from lightning_fedleak.attacks import SubspaceMembership, SubspaceTexts, SubspaceWords
 from lightning_fedleak.engine import Games
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
 from tests.helpers.lightning_modules import random_token_loader

@@ -1,7 +1,5 @@
 """A user states what leaves the machine: only what reads it is set up, and records say who said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

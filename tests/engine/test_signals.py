@@ -1,7 +1,5 @@
 """An error of a signal's handler, such as a queue's time limit, ends training also in a look."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """What was done to a gradient shows in the step made again, and is done to the control too."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import LlamaForSequenceClassification
 from transformers.integrations import activate_neftune
 
 from lightning_fedleak.attacks import BagOfWords, SubspaceWords, WordGuess
@@ -85,11 +83,9 @@ def clip(gradient: Tensor) -> Tensor:
 
 
 CHANGES: dict[str, Change] = {
-    "L2": lambda p, g: g + 1e-2 * p,
-    "tiny L2": lambda p, g: g + 2e-7 * p,
-    "int8": lambda p, g: to_int8(g),
-    "clipped by value": lambda p, g: clip(g),
-}
+    "L2": lambda p, g: g + 1e-2 * p, "tiny L2": lambda p, g: g + 2e-7 * p,
+    "int8": lambda p, g: to_int8(g), "clipped by value": lambda p, g: clip(g),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -198,13 +194,11 @@ def clip_by_norm(model: nn.Module) -> None:
 
 
 UNTOUCHED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "nothing": (adapted, {}),
-    "dropout": (attention_dropout, {}),
+    "nothing": (adapted, {}), "dropout": (attention_dropout, {}),
     "accumulation": (adapted, {"accumulate": 2}),
-    "clipping by norm": (adapted, {"before_step": clip_by_norm}),
-    "NEFTune": (noisy_embeddings, {}),
+    "clipping by norm": (adapted, {"before_step": clip_by_norm}), "NEFTune": (noisy_embeddings, {}),
     "dropout of LoRA": (partial(adapted, dropout=0.1), {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNTOUCHED)
@@ -226,18 +220,10 @@ def test_of_an_untouched_step_nothing_is_unexplained(tmp_path: Path, case: str) 
     ],
 )
 def test_what_fills_the_rows_of_other_words_is_no_rounding(tmp_path, dtype, kind, penalty) -> None:
-    with own_rng(1):
-        config = LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            pad_token_id=0,
-        )
-        model = (
-            LlamaForCausalLM(config) if kind == "words" else LlamaForSequenceClassification(config)
-        )
+    model: Any = tiny_llama(vocab=VOCAB, d=32, layers=1, seed=1)
+    if kind == "classes":
+        with own_rng(1):
+            model = LlamaForSequenceClassification(model.config)
     ids = torch.randint(3, VOCAB, (2, 8), generator=torch.Generator().manual_seed(4))
     labels = ids if kind == "words" else torch.tensor([0, 1])
     events: list[GateEvent] = []

@@ -1,7 +1,5 @@
 """Public text of another model's tokenizer, refused before anything is calibrated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

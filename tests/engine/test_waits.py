@@ -1,7 +1,5 @@
 """What waits for a result, and what is trained changes on the way: adapters, frozen parts."""
 
-from __future__ import annotations
-
 import math
 import time
 import warnings
@@ -31,13 +29,7 @@ from lightning_fedleak.model.snapshots import NotYet
 from lightning_fedleak.trainers import Threshold
 from tests.attacks.row_space.models import VOCABULARY, llama
 from tests.helpers.lightning_modules import random_token_loader
-from tests.helpers.loops import (
-    assert_same_training,
-    model_loss,
-    train,
-    watched,
-    work_for,
-)
+from tests.helpers.loops import assert_same_training, model_loss, train, watched, work_for
 from tests.helpers.models import own_rng
 
 F1 = "leakage/subspace_words/f1"
@@ -98,15 +90,9 @@ def run(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return train(
-            folder,
-            attacks,
-            model,
-            batches=data,
-            optimizers=[stepper],
-            before_step=warm_up,
-            accumulate=accumulate,
-            **({"every_n_steps": 50} | settings),
-        )
+            folder, attacks, model, batches=data, optimizers=[stepper], before_step=warm_up,
+            accumulate=accumulate, **({"every_n_steps": 50} | settings),
+        )  # fmt: skip
 
 
 SETUPS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -1,7 +1,5 @@
 """The highest headline of a family, and gates on it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
@@ -35,14 +33,9 @@ def read(f1: float, **extra: float) -> Outcome:
 def channel_of(family: str) -> Any:
     """Return what results need of a channel."""
     return SimpleNamespace(
-        family=family,
-        headline="f1",
-        metrics=METRICS,
-        controlled=False,
-        tests_looks=False,
-        attacks=[],
-        metrics_of=lambda series: METRICS,
-    )
+        family=family, headline="f1", metrics=METRICS, controlled=False, tests_looks=False,
+        attacks=[], metrics_of=lambda series: METRICS,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

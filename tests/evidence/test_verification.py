@@ -36,11 +36,8 @@ from tests.helpers.models import tiny_gpt2
 from tests.report.lines import begin, look, result
 
 GATE: dict[str, Any] = {
-    "name": "g",
-    "metric": "leakage/flatchat/f1",
-    "at_most": 0.5,
-    "action": "warn",
-}
+    "name": "g", "metric": "leakage/flatchat/f1", "at_most": 0.5, "action": "warn",
+}  # fmt: skip
 
 
 class Written:

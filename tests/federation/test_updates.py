@@ -519,11 +519,6 @@ def test_the_sum_is_divided_by_the_number_expected():
         assert result.zeros == {9: "failed or withheld"}
 
 
-def test_nobody_at_all_is_a_release_of_noise():
-    result = client_dp_dp(1.0, sampling="poisson", per_round=1).mean({}, LIKE)
-    assert float(long(result.update).abs().min()) > 0
-
-
 def test_updates_that_arrive_one_by_one_are_released_as_a_mean_of_all():
     """With a seed to the bit: what cannot be read and a client that is silent are zeros."""
     unread = {2: update(2, math.nan), 4: update(4) | {"b": torch.zeros(7)}, 5: {"a": LIKE["a"]}}

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
 from lightning_fedleak.attacks import BagOfWords, GradientMembership, PublicText
-from lightning_fedleak.federation import ClientDP, RoundGate, RoundObserver, trained_on
+from lightning_fedleak.federation import ClientDP, RoundObserver, trained_on
 from lightning_fedleak.federation.flower import FedLeakMod, Observed, PrivateMean
 from lightning_fedleak.federation.updates import trained_state
 from tests.federation.rounds import SGD, batches, model, round_settings
@@ -111,14 +111,9 @@ class ForClient:
         )  # fmt: skip
 
 
-def client_app(folder, at_most=None, *, private=False, make=model, faulty_client=None) -> ClientApp:
+def client_app(folder, *, make=model, faulty_client=None) -> ClientApp:
     """Watched where a folder is given; one client may be faulty."""
-    mods = []
-    if folder is not None:
-        gates = [RoundGate(F1, at_most=at_most)] if isinstance(at_most, float) else []
-        dp = ForClient(folder, "dp") if private else None
-        mods = [FedLeakMod(ForClient(folder, make=make), gates, dp)]
-    app = ClientApp(mods=mods)
+    app = ClientApp(mods=[] if folder is None else [FedLeakMod(ForClient(folder, make=make))])
     app.train()(partial(train, make=make, faulty_client=faulty_client))
     return app
 

@@ -1,4 +1,4 @@
-"""The examples of Flower and hostile clients, run by its own commands on the simulation engine."""
+"""The examples of Flower, run by its own commands on the simulation engine."""
 
 import os
 import signal
@@ -14,9 +14,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from lightning_fedleak.evidence import HOLDS, verify_run
 from tests.federation.test_observer import lines
-from tests.flower.apps import FAULTS
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 400
@@ -59,12 +57,9 @@ class Deployed:
     def start(self, name: str, program: str, *arguments: str) -> None:
         log = self.stack.enter_context((self.folder / f"{name}.log").open("w"))
         process = subprocess.Popen(
-            [str(Path(sys.executable).with_name(program)), *arguments],
-            env=self.environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+            [str(Path(sys.executable).with_name(program)), *arguments], env=self.environment,
+            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
         self.stack.callback(ended, process)
 
     def superlink(self) -> None:
@@ -135,48 +130,3 @@ def test_an_example_runs_as_it_is(deployed: Deployed, app: str, config: dict) ->
         clients = [x for place in out.glob("client_*") for x in lines(place)]
         assert {x["client"] for x in clients} == {"all", 0, 1, 2}
         assert any(x["metrics"].get("f1", {}).get("value") for x in clients)
-
-
-HOSTILE = """
-from pathlib import Path
-from tests.flower.apps import FAULTS, client_app, server_app
-
-OUT = Path({out!r})
-ACCOUNT = dict(clip=0.5, noise_multiplier=1.0, clients=2, target_delta=1e-5, ledger=OUT / "ledger")
-client = client_app(None, faulty_client=1)  # hostile: without the mod
-server = server_app(
-    OUT / "model.pt", watched=OUT / "server", dp=ACCOUNT | {{"accountant": "rdp"}},
-    rounds=len(FAULTS) + 1,
-)
-"""
-PROJECT = """
-[project]
-name = "hostile"
-version = "1.0.0"
-dependencies = []
-[tool.flwr.app]
-publisher = "tests"
-[tool.flwr.app.components]
-serverapp = "hostile_app:server"
-clientapp = "hostile_app:client"
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2 * SECONDS)
-def test_flwr_run_ends_as_planned_whatever_a_client_returns(deployed: Deployed) -> None:
-    """One client does each of FAULTS. No round hangs, and the server's evidence names each."""
-    app, out = deployed.folder / "hostile", deployed.folder / "out"
-    app.mkdir()
-    out.mkdir()
-    (app / "pyproject.toml").write_text(PROJECT)
-    (app / "hostile_app.py").write_text(HOSTILE.format(out=str(out)))
-    deployed.superlink()
-    deployed.run("hostile", app, "--federation-config", "num-supernodes=2")
-    until(lambda: (out / "model.pt").exists(), deployed.logs)
-    why = [(x["round"], str(x["unknown"])) for x in lines(out / "server")]
-    words = {"last": "in round 1", "nan": "NaN", "shapes": "shape", "other": "only one of both has"}
-    for round_, fault in enumerate(FAULTS, 1):
-        assert any(words.get(fault, "") in text for number, text in why if number == round_), fault
-    assert max(why)[0] == len(FAULTS) + 1
-    until(lambda: verify_run(out / "server").status == HOLDS, deployed.logs)

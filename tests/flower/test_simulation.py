@@ -52,21 +52,11 @@ def _one_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def simulated(
-    out,
-    *,
-    watched=None,
-    watched_server=None,
-    at_most=None,
-    private=False,
-    make=model,
-    faulty_client=None,
-    **server,
-):
+def simulated(out, *, watched=None, watched_server=None, make=model, faulty_client=None, **server):
     looks = watched or watched_server
     run_simulation(
         server_app(out, watched=None if looks is None else looks / "server", make=make, **server),
-        client_app(watched, at_most, private=private, make=make, faulty_client=faulty_client),
+        client_app(watched, make=make, faulty_client=faulty_client),
         num_supernodes=2,
         backend_config=RESOURCES,
     )
@@ -138,12 +128,9 @@ def test_whatever_a_client_returns_no_round_hangs_and_no_release_is_forgotten(
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(Exception, match=r"the release was not made: No space left"):
         simulated(
-            tmp_path / "model.pt",
-            watched_server=tmp_path,
-            dp=account,
-            rounds=len(FAULTS) + 2,
+            tmp_path / "model.pt", watched_server=tmp_path, dp=account, rounds=len(FAULTS) + 2,
             faulty_client=1,
-        )
+        )  # fmt: skip
     monkeypatch.undo()
     assert ClientDP(**account).privacy.releases == len(FAULTS)
     message = {
@@ -161,18 +148,3 @@ def test_whatever_a_client_returns_no_round_hangs_and_no_release_is_forgotten(
     assert len(counted) == len(FAULTS) - 2  # an update of an earlier round is clipped and counted
     assert len({place.split()[3] for place in counted}) == 1  # "sampled client 0 counts as zero"
     assert not (tmp_path / "model.pt").exists()
-
-
-def test_clients_that_add_their_own_noise_are_gated_without_a_sign(tmp_path):
-    """Every update is withheld: each client still sends noise, and the round goes on."""
-    simulated(tmp_path / "model.pt", watched=tmp_path, at_most=0.0, private=True)
-    ledgers = [(tmp_path / f"ledger_{c}").read_text() for c in range(2)]
-    assert ledgers == ["1.0 1.0 1\n1.0 1.0 1\n"] * 2
-    decisions = [
-        x
-        for place in tmp_path.glob("process_*")
-        for x in lines(place, "run.jsonl")
-        if x["kind"] == "gate"
-    ]
-    assert len(decisions) == 4
-    assert {x["did"] for x in decisions} == {"withheld"}

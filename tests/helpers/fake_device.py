@@ -34,24 +34,13 @@ _HOST = torch.device("cpu")
 aten = torch.ops.aten
 
 READS = {
-    aten._local_scalar_dense.default,
-    aten.is_nonzero.default,
-    aten.equal.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten._unique2.default,
-    aten.unique_dim.default,
-    aten.unique_consecutive.default,
-    aten.repeat_interleave.Tensor,
-    aten.bincount.default,
-    aten.multinomial.default,
-    aten.linalg_eigh.default,
-    aten._linalg_eigh.default,
-    aten._linalg_svd.default,
-    aten.linalg_qr.default,
-    aten.linalg_lstsq.default,
-    aten._linalg_solve_ex.result,
-}
+    aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default,
+    aten.nonzero.default, aten.masked_select.default, aten._unique2.default,
+    aten.unique_dim.default, aten.unique_consecutive.default, aten.repeat_interleave.Tensor,
+    aten.bincount.default, aten.multinomial.default, aten.linalg_eigh.default,
+    aten._linalg_eigh.default, aten._linalg_svd.default, aten.linalg_qr.default,
+    aten.linalg_lstsq.default, aten._linalg_solve_ex.result,
+}  # fmt: skip
 """What gives the host a value, or a size that hangs on values."""
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
            aten._index_put_impl_.default, aten._unsafe_index.Tensor}  # fmt: skip
@@ -76,15 +65,9 @@ class There(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor, requires_grad: bool = False) -> "There":
         made: There = Tensor._make_wrapper_subclass(
-            cls,
-            held.shape,
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            layout=held.layout,
-            device=DEVICE,
-            requires_grad=requires_grad,
-        )
+            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
+            dtype=held.dtype, layout=held.layout, device=DEVICE, requires_grad=requires_grad,
+        )  # fmt: skip
         made.held = held.detach()
         return made
 

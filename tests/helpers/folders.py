@@ -32,18 +32,14 @@ def tiny_tokenizer() -> transformers.PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=384,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+        vocab_size=384, special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
     tokenizer.train_from_iterator(TEXTS * 4, trainer)
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|endoftext|>",
-        eos_token="<|endoftext|>",
+        tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>",
         model_max_length=64,
-    )
+    )  # fmt: skip
 
 
 def save_tiny_causal_lm(folder: Path) -> Path:

@@ -147,12 +147,9 @@ def two_processes(
         shows both logs.
     """
     environment = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": "2",
-        **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
-    }
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0",
+        "WORLD_SIZE": "2", **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
+    }  # fmt: skip
     logs = [folder / f"{rank}.log" for rank in range(2)]
     processes = [
         process(

@@ -50,11 +50,9 @@ def central_dp(site: str) -> ClientDP:
 
 def account(site: str, **settings) -> ClientDP:
     return ClientDP(
-        0.5,
-        1.0,
-        **{"clients": 2, "target_delta": 1e-5, "accountant": "rdp"} | settings,
+        0.5, 1.0, **{"clients": 2, "target_delta": 1e-5, "accountant": "rdp"} | settings,
         ledger=Path(os.environ[FOLDER]) / f"{site}.ledger",
-    )
+    )  # fmt: skip
 
 
 def data_of(site: str, round_: int) -> list[dict[str, torch.Tensor]]:

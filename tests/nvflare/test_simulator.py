@@ -22,12 +22,9 @@ def out(tmp_path_factory):
     command = [sys.executable, ROOT / "examples/nvflare/job.py", "--at-most", "0.3"]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        [*command, "--out", folder],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+        [*command, "--out", folder], env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-5000:]
     return folder
 

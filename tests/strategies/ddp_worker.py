@@ -3,8 +3,6 @@
 Every case runs on both ranks and returns numbers and booleans; test_ddp.py says what they must be.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

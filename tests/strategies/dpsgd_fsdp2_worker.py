@@ -1,7 +1,5 @@
 """What two gloo processes that together are one client run under FSDP2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

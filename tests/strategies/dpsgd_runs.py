@@ -1,6 +1,4 @@
-"""Fits under DPSGD that look at every release; shared by test_dpsgd_fit.py and its DDP worker."""
-
-from __future__ import annotations
+"""Fits under DPSGD, shared by the tests of DP-SGD, and the clipped sum by brute force."""
 
 import copy
 import tempfile
@@ -8,13 +6,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
-from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import own_rng, tiny_gpt2
@@ -62,45 +58,6 @@ class CausalLM(L.LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
-class Look(Callback):
-    """Keeps batches and, for each, how far what was shared is from a brute-force clipped sum.
-
-    Only right without noise. ``expected`` is the expected batch size.
-    """
-
-    def __init__(self, strategy: DefendedStrategy, expected: float) -> None:
-        self.strategy, self.expected = strategy, expected
-        self.batches: list[dict[str, Tensor]] = []
-        self.shared: list[Tensor] = []
-        self.aggregate: list[Tensor] = []
-        self.distances: list[float] = []
-        [self.clip] = [d.max_grad_norm for d in strategy.defenses if isinstance(d, DPSGD)]
-
-    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-        self.module, self.precision = module, trainer.precision
-        self.strategy.add_tap(self.tap)
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.batches.append({key: value.clone() for key, value in batch.items()})
-
-    def tap(self, stage: Stage, optimizer: Optimizer) -> None:
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        if stage == Stage.LOCAL:
-            with torch.enable_grad():
-                given = self.module, self.batches[-1], self.precision, self.clip
-                self.brute, _ = clipped_sum(*given)
-            return
-        flat = torch.cat(
-            [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained]
-        )
-        if stage == Stage.AGGREGATE:
-            self.aggregate.append(flat.clone())
-            return
-        self.shared.append(flat.clone())
-        expected = self.brute / self.expected
-        self.distances.append(float((flat - expected).norm() / expected.norm().clamp(min=1e-12)))
-
-
 def clipped_sum(module, batch, precision, clip, user_of=None) -> tuple[Tensor, list[float]]:
     """One backward pass for each sample, or all of a user's, on a copy; and norms over clips."""
     module = copy.deepcopy(module)
@@ -123,11 +80,8 @@ def clipped_sum(module, batch, precision, clip, user_of=None) -> tuple[Tensor, l
 
 def trainer(strategy: Any, **settings: Any) -> L.Trainer:
     defaults: dict[str, Any] = {
-        **QUIET,
-        "devices": 1,
-        "max_epochs": 1,
-        "default_root_dir": tempfile.mkdtemp(),
-    }
+        **QUIET, "devices": 1, "max_epochs": 1, "default_root_dir": tempfile.mkdtemp(),
+    }  # fmt: skip
     return L.Trainer(strategy=strategy, **{**defaults, **settings})
 
 
@@ -144,11 +98,3 @@ def fit(defenses, module=None, *, name="auto", **settings) -> tuple[CausalLM, L.
     run = trainer(DefendedStrategy(name, defenses), **settings)
     run.fit(module, data, ckpt_path=ckpt_path)
     return module, run
-
-
-def looked(defense, module, expected, *, name="auto", **settings) -> Look:
-    """Fits while looking at every release."""
-    strategy = DefendedStrategy(name, [defense])
-    look = Look(strategy, expected)
-    trainer(strategy, callbacks=[look], **settings).fit(module, loader())
-    return look

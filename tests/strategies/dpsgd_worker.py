@@ -1,17 +1,16 @@
 """What two gloo processes that are two clients run under DP-SGD; see test_ddp.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
 from lightning_fedleak.defenses import DPSGD, ReleaseSettings
+from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.cases import Cases, gathered
-from tests.helpers.models import tiny_gpt2
 from tests.strategies.ddp_worker import ranks_agree
-from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, Look, N, fit, loader, looked, trainer
+from tests.strategies.dpsgd_runs import BATCH, CLIP, CausalLM, fit, loader, trainer
+from tests.strategies.dpsgd_world_runs import Look
 
 
 def agree(module: torch.nn.Module) -> bool:
@@ -19,23 +18,23 @@ def agree(module: torch.nn.Module) -> bool:
 
 
 def exact(precision: str, most: int | None = None) -> dict[str, Any]:
-    module = CausalLM(tiny_gpt2(dropout=0.0).train())
+    module = CausalLM()
     defense = DPSGD(CLIP, noise_multiplier=0.0, seed=1, max_physical_batch_size=most)
-    look = looked(defense, module, BATCH, name="ddp", devices=2, max_epochs=1, precision=precision)
-    sizes = [len(batch["labels"]) for batch in look.batches]
+    strategy = DefendedStrategy("ddp", [defense])
+    look = Look(strategy, CausalLM(), precision)
+    settings = {"devices": 2, "precision": precision}
+    trainer(strategy, callbacks=[look], **settings).fit(module, loader())
     means = []
-    for mine, aggregate in zip(look.shared, look.aggregate, strict=True):
+    for mine, aggregate in zip(
+        look.stages[Stage.SHARED], look.stages[Stage.AGGREGATE], strict=True
+    ):
         both = torch.stack(gathered(mine)).mean(0)
         means.append(float((aggregate - both).abs().max() / both.abs().max().clamp(min=1e-12)))
     return {
-        "distance": max(look.distances),
-        "mean": max(means),
-        "steps": len(sizes),
-        "masks differ": gathered(sizes)[0] != gathered(sizes)[1],
-        "agree": agree(module),
-        "rate": defense.privacy.sample_rate,
-        "releases": defense.privacy.releases,
-    }
+        "distance": max(look.distances(BATCH)), "mean": max(means), "steps": len(look.sizes),
+        "masks differ": gathered(look.sizes)[0] != gathered(look.sizes)[1], "agree": agree(module),
+        "rate": defense.privacy.sample_rate, "releases": defense.privacy.releases,
+    }  # fmt: skip
 
 
 def noise(trust: Any) -> dict[str, Any]:
@@ -43,9 +42,9 @@ def noise(trust: Any) -> dict[str, Any]:
     strategy = DefendedStrategy(
         "ddp", [DPSGD(CLIP, noise_multiplier=50.0, release=ReleaseSettings(trust=trust))]
     )
-    look = Look(strategy, BATCH)
+    look = Look(strategy)
     trainer(strategy, callbacks=[look], devices=2, max_steps=2).fit(module, loader())
-    scaled = [shared * BATCH / (50.0 * CLIP) for shared in look.shared]
+    scaled = [shared * BATCH / (50.0 * CLIP) for shared in look.stages[Stage.SHARED]]
     one, other = gathered(scaled[-1])
     return {
         "std": float(scaled[0].std()),
@@ -59,13 +58,9 @@ def rare() -> dict[str, Any]:
     defense = DPSGD(CLIP, noise_multiplier=1.0, seed=1)
     module, run = fit(defense, name="ddp", devices=2, max_epochs=1, data=loader(n=20, batch_size=1))
     return {
-        "ran": len(module.sizes),
-        "steps": run.global_step,
-        "releases": defense.privacy.releases,
-        "agree": agree(module),
-        "sizes positive": min(module.sizes, default=1) > 0,
-        "n": N,
-    }
+        "ran": len(module.sizes), "steps": run.global_step, "releases": defense.privacy.releases,
+        "agree": agree(module), "sizes positive": min(module.sizes, default=1) > 0,
+    }  # fmt: skip
 
 
 CASES = Cases(

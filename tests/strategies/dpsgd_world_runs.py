@@ -4,8 +4,6 @@ Every function runs on both ranks and returns numbers, booleans and strings; the
 must be.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -23,12 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Subset
 
-from lightning_fedleak.defenses import (
-    DPSGD,
-    DefenseError,
-    Users,
-    mean_of_sample_means,
-)
+from lightning_fedleak.defenses import DPSGD, DefenseError, Users, mean_of_sample_means
 from lightning_fedleak.defenses.accounting.accounting import epsilon_of
 from lightning_fedleak.defenses.dpsgd import clipped_sum as clipped_sum_module
 from lightning_fedleak.defenses.dpsgd.isolation import NOT_MEASURED
@@ -53,12 +46,10 @@ def gpt2(**settings: Any) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt2 tied": gpt2,
-    "gpt2 untied": lambda: gpt2(tied=False),
-    "llama": lambda: tiny_llama().train(),
-    "lora": lora,
+    "gpt2 tied": gpt2, "gpt2 untied": lambda: gpt2(tied=False),
+    "llama": lambda: tiny_llama().train(), "lora": lora,
     "experts": lambda: tiny_mixtral("grouped_mm").train(),
-}
+}  # fmt: skip
 
 
 class LM(CausalLM):
@@ -123,7 +114,7 @@ class Look(Callback):
     def __init__(
         self,
         strategy: DefendedStrategy,
-        twin: LM | None = None,
+        twin: CausalLM | None = None,
         precision: str = "32-true",
         users: bool = False,
     ) -> None:
@@ -159,7 +150,8 @@ class Look(Callback):
                 given = self.clip, user_of if self.users else None
                 mine, norms = clipped_sum(self.twin, self.batch, self.precision, *given)
                 self.norms += norms
-            self.brute.append(sum(gathered(mine)))  # type: ignore[arg-type]
+            alone = self.strategy.client == "rank"
+            self.brute.append(mine if alone else sum(gathered(mine)))  # type: ignore[arg-type]
 
     def distances(self, expected: float = EXPECTED) -> list[float]:
         """Of what was shared from brute force, relative to the latter."""
@@ -203,11 +195,9 @@ class Runs:
         users = any(getattr(d, "unit", "") == "user" for d in strategy.defenses)
         watch = Look(strategy, twin, precision, users)
         run = trainer(
-            strategy,
-            devices=2,
-            callbacks=[*callbacks, *([watch] if look or twin else [])],
+            strategy, devices=2, callbacks=[*callbacks, *([watch] if look or twin else [])],
             **settings,
-        )
+        )  # fmt: skip
         module = self.module() if module is None else module
         run.fit(module, data or loader(), ckpt_path=ckpt_path)
         return module, run, watch
@@ -229,12 +219,9 @@ class Runs:
     ) -> Found:
         """Without noise: what is shared against brute force over both ranks' samples."""
         defense = DPSGD(
-            CLIPS.get(name, CLIP),
-            noise_multiplier=0.0,
-            seed=1,
-            max_physical_batch_size=most,
+            CLIPS.get(name, CLIP), noise_multiplier=0.0, seed=1, max_physical_batch_size=most,
             unit="example" if users is None else Users(users, rows_per_user=most),
-        )
+        )  # fmt: skip
         plain = LM((MODELS[name] if twin is None else twin)())
         module = self.module((MODELS[name] if build is None else build)())
         values = settings.pop("validate", None)
@@ -357,11 +344,9 @@ class Runs:
     def mixed(self) -> Found:
         """A network that mixes samples, where one rank has a sample more often than not."""
         message = self.message(
-            DPSGD(CLIP, noise_multiplier=1.0, seed=1),
-            self.module(Own(mixing=True)),
-            data=loader(batch_size=1),
-            max_epochs=2,
-        )
+            DPSGD(CLIP, noise_multiplier=1.0, seed=1), self.module(Own(mixing=True)),
+            data=loader(batch_size=1), max_epochs=2,
+        )  # fmt: skip
         return {"message": message}
 
     def message(self, defense: Any, module: LM | None = None, **settings: Any) -> str:
@@ -401,11 +386,9 @@ class Runs:
     def users(self) -> Found:
         """Clipped together with all of their rows, each on the one rank that has them."""
         return self.exact(
-            "gpt2 tied",
-            most=4,
-            users=lambda example: user_of(example["input_ids"]),
+            "gpt2 tied", most=4, users=lambda example: user_of(example["input_ids"]),
             data=loader(batch_size=2),
-        )
+        )  # fmt: skip
 
     def shares(self) -> Found:
         plain = {"noise_multiplier": 1.0, "seed": 1}
@@ -445,11 +428,9 @@ def counted(module: LM, loss: Tensor) -> Tensor:
 
 
 BREAKS: dict[str, Callable[[LM, Tensor], Any]] = {
-    "nan": broken,
-    "none": lambda module, loss: None,
-    "buffer": counted,
+    "nan": broken, "none": lambda module, loss: None, "buffer": counted,
     "sum": lambda module, loss: loss + next(module.parameters()).square().sum(),
-}
+}  # fmt: skip
 
 
 def cases(runs: Runs, name: str, others: Runs) -> dict[str, Callable[[], Found]]:

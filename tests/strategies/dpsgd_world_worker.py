@@ -1,7 +1,5 @@
 """One of two gloo processes that together are one client; see test_dpsgd_world.py."""
 
-from __future__ import annotations
-
 from lightning.pytorch.strategies import DDPStrategy
 
 from tests.helpers.cases import Cases

@@ -1,7 +1,5 @@
 """Defences that act on the loader, on batches and around the forward pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl
@@ -74,12 +72,9 @@ class Truth(pl.Callback):
 
 def fit(module, defenses, *callbacks, **options) -> Any:
     trainer = pl.Trainer(
-        strategy=DefendedStrategy("auto", defenses),
-        max_epochs=1,
-        callbacks=list(callbacks),
-        **options,
-        **QUIET,
-    )
+        strategy=DefendedStrategy("auto", defenses), max_epochs=1, callbacks=list(callbacks),
+        **options, **QUIET,
+    )  # fmt: skip
     trainer.fit(module, DataLoader(X, batch_size=4), DataLoader(X[:2], batch_size=2))
     return trainer
 

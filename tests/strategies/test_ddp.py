@@ -1,7 +1,5 @@
 """DefendedStrategy on two gloo processes: gradient noise, DP-SGD and TokenLDP, in one launch."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 
@@ -66,12 +64,7 @@ def test_all_ranks_are_one_client(ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"),
-    [
-        ("exact tied 32", 1e-6),
-        ("exact pieces", 1e-6),
-        ("exact tied bf16", 2e-2),
-    ],
+    ("name", "most"), [("exact tied 32", 1e-6), ("exact pieces", 1e-6), ("exact tied bf16", 2e-2)]
 )
 def test_each_rank_shares_its_own_clipped_sum(ranks, name: str, most: float) -> None:
     for found in of(ranks, name):

@@ -1,7 +1,5 @@
 """How a DefendedStrategy is built, what it becomes, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys
@@ -19,13 +17,7 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 
-from lightning_fedleak.defenses import (
-    DPSGD,
-    ActivationNoise,
-    DefenseError,
-    Freeze,
-    GradientNoise,
-)
+from lightning_fedleak.defenses import DPSGD, ActivationNoise, DefenseError, Freeze, GradientNoise
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.toy import ToyLM, loader, trainer
 

@@ -1,7 +1,5 @@
 """DPSGD in Lightning: one device and two gloo processes, resume, budget, refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_fedleak.defenses import (
-    DPSGD,
-    BudgetSpent,
-    DefenseError,
-    ReleaseSettings,
-)
+from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, ReleaseSettings
 from lightning_fedleak.strategies import DefendedStrategy
 from tests.strategies.dpsgd_runs import CLIP, CausalLM, fit, loader, trainer
 
@@ -44,11 +37,6 @@ def test_resume_goes_on_with_noise_and_account(tmp_path: Path) -> None:
         assert again.accountant.steps == 6
 
 
-class LBFGS(CausalLM):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
 class Manual(CausalLM):
     def __init__(self) -> None:
         super().__init__()
@@ -65,38 +53,34 @@ class Plateau(CausalLM):
 
 
 @pytest.mark.parametrize(
-    ("build", "settings", "error", "message"),
+    ("build", "settings", "message"),
     [
-        (CausalLM, {"gradient_clip_val": 1.0}, DefenseError, "Leave gradient_clip_val out"),
-        (CausalLM, {"accumulate_grad_batches": 2}, DefenseError, "accumulate_grad_batches=1"),
-        (CausalLM, {"overfit_batches": 2}, DefenseError, "only a few rows"),
+        (CausalLM, {"gradient_clip_val": 1.0}, "Leave gradient_clip_val out"),
+        (CausalLM, {"accumulate_grad_batches": 2}, "accumulate_grad_batches=1"),
+        (CausalLM, {"overfit_batches": 2}, "only a few rows"),
         (
             CausalLM,
             {"callbacks": [GradientAccumulationScheduler({0: 1, 3: 2})], "max_epochs": 2},
-            DefenseError,
             "GradientAccumulationScheduler joins 2 batches",
         ),
         (
             CausalLM,
             {"callbacks": [EarlyStopping("val_loss")]},
-            DefenseError,
             r"EarlyStopping\(monitor='val_loss'\) decides by a metric.*outside_epsilon=True",
         ),
         (  # it is the validation loss, where a gate allows the weights
             CausalLM,
             {"callbacks": [EarlyStopping("leakage/choose")]},
-            DefenseError,
             r"EarlyStopping\(monitor='leakage/choose'\) decides by a metric",
         ),
-        (Plateau, {}, DefenseError, "the scheduler ReduceLROnPlateau decides by a metric"),
-        (LBFGS, {}, RuntimeError, "LBFGS"),
-        (Manual, {}, DefenseError, "automatic_optimization=True"),
+        (Plateau, {}, "the scheduler ReduceLROnPlateau decides by a metric"),
+        (Manual, {}, "automatic_optimization=True"),
     ],
 )
-def test_refused_with_the_mend(build: Any, settings: Any, error: Any, message: str) -> None:
+def test_refused_with_the_mend(build: Any, settings: Any, message: str) -> None:
     module = build()
     before = [p.detach().clone() for p in module.parameters()]
-    with pytest.raises(error, match=message):
+    with pytest.raises(DefenseError, match=message):
         fit(DPSGD(CLIP, noise_multiplier=1.0, seed=1), module, **settings)
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
@@ -117,20 +101,16 @@ def test_what_decides_by_a_metric_is_accepted_on_request(tmp_path: Path) -> None
     chosen = ModelCheckpoint(tmp_path, monitor="train_loss")
     counted = ModelCheckpoint(tmp_path, monitor="step", mode="max")
     fit(
-        DPSGD(CLIP, noise_multiplier=1.0),
-        callbacks=[counted],
-        enable_checkpointing=True,
+        DPSGD(CLIP, noise_multiplier=1.0), callbacks=[counted], enable_checkpointing=True,
         max_steps=1,
-    )
+    )  # fmt: skip
     with pytest.raises(DefenseError, match=r"ModelCheckpoint\(monitor='train_loss'\) decides"):
         fit(DPSGD(CLIP, noise_multiplier=1.0), callbacks=[chosen], enable_checkpointing=True)
     defense = DPSGD(CLIP, noise_multiplier=1.0)
     run = trainer(
-        DefendedStrategy("auto", [defense], outside_epsilon=True),
-        callbacks=[chosen],
-        max_steps=1,
+        DefendedStrategy("auto", [defense], outside_epsilon=True), callbacks=[chosen], max_steps=1,
         enable_checkpointing=True,
-    )
+    )  # fmt: skip
     run.fit(CausalLM(), loader())
     assert defense.privacy.releases == 1
 

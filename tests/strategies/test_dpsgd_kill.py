@@ -4,8 +4,6 @@ Every life is a forked process: a real Trainer, resumed from the last whole chec
 through a pipe what leaves it, until it gets SIGKILL. This process only forks, counts and kills.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -34,14 +32,9 @@ NOISE = 50.0
 
 def defense(folder: Path, **settings: Any) -> DPSGD:
     return DPSGD(
-        CLIP,
-        noise_multiplier=NOISE,
-        target_delta=1e-3,
-        accountant="rdp",
-        ledger=folder / "ledger",
-        max_physical_batch_size=2,
-        **settings,
-    )
+        CLIP, noise_multiplier=NOISE, target_delta=1e-3, accountant="rdp", ledger=folder / "ledger",
+        max_physical_batch_size=2, **settings,
+    )  # fmt: skip
 
 
 class Save(Callback):

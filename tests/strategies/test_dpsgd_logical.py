@@ -1,7 +1,5 @@
 """Logical batches in pieces, in Lightning: one release, one step, and what counts steps."""
 
-from __future__ import annotations
-
 import csv
 from functools import partialmethod
 from pathlib import Path
@@ -96,15 +94,9 @@ def test_everything_counts_logical_steps(tmp_path: Path) -> None:
     module, defense, losses = Counted(), quiet(), Loss()
     logger = CSVLogger(tmp_path)
     _, run = fit(
-        defense,
-        module,
-        data=loader(batch_size=8),
-        max_steps=6,
-        max_epochs=-1,
-        logger=logger,
-        log_every_n_steps=1,
-        callbacks=[losses],
-    )
+        defense, module, data=loader(batch_size=8), max_steps=6, max_epochs=-1, logger=logger,
+        log_every_n_steps=1, callbacks=[losses],
+    )  # fmt: skip
     assert run.global_step == defense.releases == defense.privacy.releases == 6
     assert len(module.sizes) > 12
     assert set(module.hooks.values()) == {6}

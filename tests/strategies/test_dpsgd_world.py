@@ -1,7 +1,5 @@
 """DPSGD where two gloo processes are one client: under DDP and FSDP2, in one launch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """DefendedStrategy over FSDP2 on two gloo processes: cases, and what each must have found."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -97,11 +95,9 @@ def identity(build: Callable[[], ToyLM] = ShardedLM, **settings: Any) -> Case:
         strategy.add_tap(tap)
         model, fitted = fit(strategy, build, devices=2, **settings)
         return {
-            "same": same(plain, state(model, fitted)),
-            "stages": sorted(set(taps)),
-            "sharded": all(sharded),
-            "steps": fitted.global_step,
-        }
+            "same": same(plain, state(model, fitted)), "stages": sorted(set(taps)),
+            "sharded": all(sharded), "steps": fitted.global_step,
+        }  # fmt: skip
 
     return run
 
@@ -315,10 +311,7 @@ pytestmark = [pytest.mark.ddp, pytest.mark.slow]
 ranks = launched("tests.strategies.test_fsdp2", gpus=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [("accumulation and clipping", 2), ("manual", 6)],
-)
+@pytest.mark.parametrize(("name", "steps"), [("accumulation and clipping", 2), ("manual", 6)])
 def test_without_defences_it_is_the_plain_strategy(ranks, name: str, steps: int) -> None:
     stages = ["aggregate", "local", "shared"]
     for found in of(ranks, f"identity {name}"):
@@ -346,12 +339,9 @@ def test_activation_noise_differs_between_the_processes_of_one_client(ranks) -> 
 
 def test_resume_restores_defences_and_making_optimizer_state_is_no_release(ranks) -> None:
     expected: dict[str, Any] = {
-        "saved": {"gradient_noise": {"notches": 0, "releases": 3, "spent": math.inf}},
-        "same": True,
-        "releases": 6,
-        "steps": 6,
-        "taps": 9,
-    }
+        "saved": {"gradient_noise": {"notches": 0, "releases": 3, "spent": math.inf}}, "same": True,
+        "releases": 6, "steps": 6, "taps": 9,
+    }  # fmt: skip
     for found in of(ranks, "resume"):
         assert found == {"folder": expected, "file": expected}
 

@@ -1,7 +1,5 @@
 """What two gloo processes run under TokenLDP, each with what it saw; see test_ddp.py."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A toy language model with dropout, and the runs that the strategy tests compare."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from typing import Any
@@ -102,14 +100,9 @@ def loader(n: int = 24, batch_size: int = 4, shuffle: bool = False) -> DataLoade
 
 def trainer(strategy: str | Strategy, **settings: Any) -> L.Trainer:
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": DummyLogger(),
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+        "accelerator": "cpu", "devices": 1, "max_epochs": 1, "logger": DummyLogger(),
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    }  # fmt: skip
     return L.Trainer(strategy=strategy, **{**defaults, **settings})
 
 

@@ -132,14 +132,11 @@ def own_loop(folder: Path) -> dict[str, Any]:
     expected, norm = expected_head(1)
     distance = (probe.at("shared")[0] - expected).norm() / expected.norm()
     return {
-        "same": same(plain, read),
-        "named": attack.named == truth(),
-        "distance": float(distance),
-        "clipped": norm > CLIP,
-        "f1": watch.latest["leakage/subspace_words/f1"],
+        "same": same(plain, read), "named": attack.named == truth(), "distance": float(distance),
+        "clipped": norm > CLIP, "f1": watch.latest["leakage/subspace_words/f1"],
         "client": lines(folder)[0]["client"],
         "strategy": lines(folder, "run")[0]["training"]["strategy"],
-    }
+    }  # fmt: skip
 
 
 @CASES.named("collectives")
@@ -222,11 +219,9 @@ def refused(folder: Path) -> dict[str, Any]:
     fully_shard(ignoring, ignored_params={ignoring.model.embed_tokens.weight})
     tried: dict[str, tuple[Any, dict[str, Any]]] = {
         "rank": (shard(model_of()), {"client": "rank"}),
-        "hybrid": (shard(model_of(), mesh=mesh), {}),
-        "partly": (partly, {}),
-        "half": (shard(model_of(), half), {}),
-        "ignored": (ignoring, {}),
-    }
+        "hybrid": (shard(model_of(), mesh=mesh), {}), "partly": (partly, {}),
+        "half": (shard(model_of(), half), {}), "ignored": (ignoring, {}),
+    }  # fmt: skip
     out = {}
     for name, (model, settings) in tried.items():
         try:
@@ -331,11 +326,9 @@ def trainers(folder: Path) -> dict[str, Any]:
         expected, distinct = read_by_step(read, make().get("gradient_accumulation_steps", 1))
         out[name] = {
             "same": same(final(plain), final(read)) and user_logs(plain) == user_logs(read),
-            "lowest": min(map(agreement, attack.named, expected)),
-            "distinct": distinct,
-            "looks": len(attack.named),
-            "f1": callback.latest["leakage/subspace_words/f1"],
-        }
+            "lowest": min(map(agreement, attack.named, expected)), "distinct": distinct,
+            "looks": len(attack.named), "f1": callback.latest["leakage/subspace_words/f1"],
+        }  # fmt: skip
     return out
 
 

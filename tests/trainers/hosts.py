@@ -19,7 +19,7 @@ from lightning_fedleak.model.snapshots import Stage
 from lightning_fedleak.strategies import DefendedStrategy
 from lightning_fedleak.trainers import DefendedLoop, defended
 from tests.helpers.lightning_modules import CausalLMModule, random_token_loader
-from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama, tiny_mixtral
+from tests.helpers.models import own_rng, tiny_gpt2, tiny_llama, tiny_mixtral, tiny_t5
 from tests.helpers.settings import QUIET
 
 N, BATCH, CLIP = 24, 4, 0.9
@@ -29,14 +29,14 @@ def rows(n: int = N) -> Any:
     return random_token_loader(n=n, length=8, padded=True).dataset
 
 
-def lora(**settings: Any) -> torch.nn.Module:
+def lora(
+    make: Any = tiny_llama, targets: Sequence[str] = ("q_proj", "v_proj"), **settings: Any
+) -> torch.nn.Module:
     import peft
 
     with own_rng(1):
-        config = peft.LoraConfig(
-            r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **settings
-        )
-        return peft.get_peft_model(tiny_llama(), config)
+        given = {"target_modules": [*targets], "init_lora_weights": False}
+        return peft.get_peft_model(make(), peft.LoraConfig(r=2, **given, **settings))
 
 
 def dora() -> torch.nn.Module:
@@ -44,12 +44,10 @@ def dora() -> torch.nn.Module:
 
 
 MODELS = {
-    "gpt2 tied": lambda: tiny_gpt2(dropout=0.0),
-    "llama": tiny_llama,
-    "lora": lora,
-    "dora": dora,
+    "gpt2 tied": lambda: tiny_gpt2(dropout=0.0), "llama": tiny_llama, "lora": lora, "dora": dora,
     "experts": lambda: tiny_mixtral("grouped_mm"),
-}
+    "encoder-decoder": lambda: lora(lambda: tiny_t5(dropout=0.0), "qv"),
+}  # fmt: skip
 
 
 @dataclass
@@ -103,13 +101,9 @@ def in_lightning(folder, model, defenses, lr, **settings) -> Trace:
             strategy.add_tap(trace.tap)
 
     run = L.Trainer(
-        **({"max_epochs": 1} | known),
-        devices=1,
-        strategy=strategy,
-        default_root_dir=folder,
-        callbacks=[Taps()],
-        **QUIET,
-    )
+        **({"max_epochs": 1} | known), devices=1, strategy=strategy, default_root_dir=folder,
+        callbacks=[Taps()], **QUIET,
+    )  # fmt: skip
     batch = settings.get("per_device_train_batch_size", BATCH)
     with drawing(trace):
         data = settings.get("train_dataset", rows())
@@ -133,29 +127,16 @@ def trainer_of(
     **settings: Any,
 ) -> Any:
     known: dict[str, Any] = {
-        "per_device_train_batch_size": BATCH,
-        "num_train_epochs": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "learning_rate": lr,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "logging_steps": 1,
-    }
+        "per_device_train_batch_size": BATCH, "num_train_epochs": 1, "save_strategy": "no",
+        "report_to": [], "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False,
+        "learning_rate": lr, "lr_scheduler_type": "constant", "optim": "sgd", "logging_steps": 1,
+    }  # fmt: skip
     return defended(kind)(
-        model,
-        TrainingArguments(str(folder), **(known | settings)),
-        default_data_collator,
-        train_dataset=rows() if train_dataset is None else train_dataset,
-        eval_dataset=eval_dataset,
-        compute_loss_func=compute_loss_func,
-        optimizers=optimizers,
-        defenses=defenses,
+        model, TrainingArguments(str(folder), **(known | settings)), default_data_collator,
+        train_dataset=rows() if train_dataset is None else train_dataset, eval_dataset=eval_dataset,
+        compute_loss_func=compute_loss_func, optimizers=optimizers, defenses=defenses,
         outside_epsilon=outside_epsilon,
-    )
+    )  # fmt: skip
 
 
 def under_the_trainer(folder, model, defenses, lr, resume=None, **settings) -> Trace:

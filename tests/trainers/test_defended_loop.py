@@ -207,25 +207,6 @@ def test_workers_that_draw_ahead_do_not_let_a_batch_be_released_twice() -> None:
     assert loop.defense.releases == 1
 
 
-def test_an_empty_batch_must_not_be_left_out() -> None:
-    loop = Loop(DPSGD(CLIP, 1.0, seed=2), epochs=4)
-    loop.private._loader = DataLoader(rows(), batch_size=1)
-    sizes = list[int]()
-
-    def train() -> None:
-        for _ in range(4):
-            for batch in loop.private:
-                sizes.append(len(batch["input_ids"]))
-                if sizes[-1] == 0:
-                    continue
-                loop.step(batch)
-
-    with loop.private, pytest.raises(DefenseError, match="even an empty one"):
-        train()
-    assert sizes[-1] == 0
-    assert loop.defense.releases == len(sizes) - 1
-
-
 def test_a_batch_of_another_loader_is_refused() -> None:
     loop = Loop(DPSGD(CLIP, 1.0, seed=2))
     with loop.private, pytest.raises(DefenseError, match="is of another loop"):
@@ -352,10 +333,8 @@ def private(kind: type[DPOptimizer] = DPOptimizer, **settings: Any) -> tuple[nn.
     model = GradSampleModule(LM())
     generator = torch.Generator().manual_seed(11)
     known = {
-        "noise_multiplier": NOISE,
-        "max_grad_norm": OPTIMIZERS_CLIP,
-        "expected_batch_size": ROWS,
-    }
+        "noise_multiplier": NOISE, "max_grad_norm": OPTIMIZERS_CLIP, "expected_batch_size": ROWS,
+    }  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     return model, kind(optimizer, generator=generator, **grouped(known | settings))
 
@@ -421,15 +400,12 @@ def test_optimizers_of_an_engine_are_read_and_their_epsilon_is_logged(tmp_path, 
     model = LM()
     engine = PrivacyEngine()
     model, optimizer, *_ = engine.make_private(
-        module=model,
-        optimizer=torch.optim.AdamW(model.parameters(), 1e-3),
+        module=model, optimizer=torch.optim.AdamW(model.parameters(), 1e-3),
         data_loader=torch.utils.data.DataLoader(optimizers_rows(64), batch_size=ROWS),
-        criterion=nn.CrossEntropyLoss(),
-        noise_multiplier=NOISE,
+        criterion=nn.CrossEntropyLoss(), noise_multiplier=NOISE,
         max_grad_norm=OPTIMIZERS_CLIP if clipping == "flat" else [OPTIMIZERS_CLIP / 2] * 6,
-        clipping=clipping,
-        grad_sample_mode=mode,
-    )
+        clipping=clipping, grad_sample_mode=mode,
+    )  # fmt: skip
     watch, probe = watch_of(model, optimizer, tmp_path)
     with watch:
         if mode == "hooks":
@@ -478,13 +454,9 @@ def test_parts_of_a_virtual_batch_are_no_steps(tmp_path: Path) -> None:
 def test_before_its_step_nothing_is_known_and_without_an_account_no_epsilon(tmp_path: Path) -> None:
     model, optimizer = private()
     watch, _ = watch_of(
-        model,
-        optimizer,
-        tmp_path,
-        FCMembership(1),
-        stages=("local", "shared"),
+        model, optimizer, tmp_path, FCMembership(1), stages=("local", "shared"),
         anatomy={"blocks": "_module.blocks"},
-    )
+    )  # fmt: skip
     with watch, pytest.warns(UserWarning, match="per-example ones"):
         train(model, optimizer, watch)
     assert math.isnan(watch.latest["leakage_local/bag_of_words/f1"])

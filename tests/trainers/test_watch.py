@@ -20,8 +20,6 @@ from lightning_fedleak.attacks import GradientMembership, SubspaceMembership
 from lightning_fedleak.attacks.words.subspace import SubspaceWords
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.engine.log import own_folder
-from lightning_fedleak.model.anatomy import find_anatomy
-from lightning_fedleak.model.model_runs import hidden_states, undisturbed
 from lightning_fedleak.report import findings, read
 from lightning_fedleak.trainers import LeakageLimitExceeded, Threshold, Watch
 from tests.callbacks.runs import Probe
@@ -419,19 +417,6 @@ def test_words_and_members_are_read_whatever_the_name_of_ids(tmp_path: Path) -> 
         assert watch.latest[f"leakage/{name}_membership/auc"] > 0.9
     played = {series.attack for series in watch.engine.results.playing}
     assert played == {attack.name for attack in chosen}
-
-
-def test_ids_go_to_the_only_argument_without_a_default() -> None:
-    model = fabric_model(4)._forward_module
-    anatomy = find_anatomy(model)
-    ids = fabric_batches(1)[0]["input_ids"]
-    with undisturbed(anatomy) as run, torch.no_grad():
-        assert torch.equal(run(input_ids=ids), run(ids))
-    assert "forward" not in vars(model)
-    states = hidden_states(anatomy, 0, ids)
-    torch.testing.assert_close(states, model.transformer["wte"](ids).detach())
-    with pytest.raises(ValueError, match="truncate texts to 12 tokens"):
-        hidden_states(anatomy, 0, torch.zeros(1, LENGTH + 1, dtype=torch.long))
 
 
 # Memory that really runs out in a look: the attack is unknown, and training is as without us.

@@ -13,7 +13,7 @@ from torch.nn import functional
 pytest.importorskip("trl")
 
 from datasets import Dataset
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer import utils
 
 from lightning_fedleak.attacks import SubspaceWords
@@ -39,12 +39,9 @@ def trainer_of(folder: Path, kind: str, defense: DPSGD, **more: Any) -> Any:
     rows, settings = ROWS[kind]
     arguments = SFTConfig(str(folder), **(COMMON | settings | {"learning_rate": 0.0} | more))
     return defended(SFTTrainer)(
-        model_of(),
-        arguments,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer(),
+        model_of(), arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer(),
         defenses=[defense],
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["padded", "completion only", "assistant only"])
@@ -80,8 +77,7 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize(
-    ("content", "mode"),
-    [*((name, "keep_start") for name in CONTENTS), ("cut within", "keep_end")],
+    ("content", "mode"), [*((name, "keep_start") for name in CONTENTS), ("cut within", "keep_end")]
 )
 def test_no_text_decides_how_many_there_are(content: str, mode: str, tmp_path: Path) -> None:
     sound, settings = ROWS["completion only"]
@@ -91,13 +87,9 @@ def test_no_text_decides_how_many_there_are(content: str, mode: str, tmp_path: P
         rows = Dataset.from_list([first, *sound[1:]])
         arguments = {**COMMON, **settings, "max_length": 40, "truncation_mode": mode}
         trainer = defended(SFTTrainer)(
-            model_of(),
-            SFTConfig(str(tmp_path / str(number)), **arguments),
-            train_dataset=rows,
-            eval_dataset=rows,
-            processing_class=tokenizer(),
-            defenses=[defense],
-        )
+            model_of(), SFTConfig(str(tmp_path / str(number)), **arguments), train_dataset=rows,
+            eval_dataset=rows, processing_class=tokenizer(), defenses=[defense],
+        )  # fmt: skip
         trainer.train()
         privacy, steps = defense.privacy, trainer.state.global_step
         found.append((len(trainer.train_dataset), steps, defense.noise_multiplier, privacy))
@@ -106,11 +98,9 @@ def test_no_text_decides_how_many_there_are(content: str, mode: str, tmp_path: P
     assert found[0][0] == len(sound)
     if content == "cut off":  # other data are prepared as ever
         plain = SFTTrainer(
-            model_of(),
-            SFTConfig(str(tmp_path / "plain"), **arguments),
-            train_dataset=rows,
+            model_of(), SFTConfig(str(tmp_path / "plain"), **arguments), train_dataset=rows,
             processing_class=tokenizer(),
-        )
+        )  # fmt: skip
         assert len(trainer.eval_dataset) == len(plain.train_dataset)
 
 
@@ -118,19 +108,6 @@ def test_pairs_of_a_whole_model_are_refused(tmp_path: Path) -> None:
     kind = partial(defended(DPOTrainer), defenses=[DPSGD(CLIP, 1.0)])
     with pytest.raises(DefenseError, match="DPOTrainer: TRL reads the output head's weights"):
         dpo(tmp_path, kind=kind).train()
-
-
-def test_rated_answers_are_refused(tmp_path: Path) -> None:
-    trainer = defended(KTOTrainer)(
-        model_of(),
-        args=KTOConfig(str(tmp_path), **COMMON),
-        train_dataset=Dataset.from_list([r | {"label": n % 2 == 0} for n, r in enumerate(pairs())]),
-        processing_class=tokenizer(),
-        peft_config=LoraConfig(r=2, target_modules=["q_proj"]),
-        defenses=[DPSGD(CLIP, 1.0)],
-    )
-    with pytest.raises(DefenseError, match="KTOTrainer compares several texts in one example"):
-        trainer.train()
 
 
 @pytest.mark.parametrize("kind", ["packed", "padding-free"])
@@ -182,13 +159,10 @@ def pairs_trainer_of(folder, defense, kind=DPOTrainer, data=None, peft=LORA, **m
     model = model_of().double()
     given = {} if defense is None else {"defenses": [defense]}
     trainer = (kind if defense is None else defended(kind))(
-        model,
-        args=DPOConfig(str(folder), **arguments),
+        model, args=DPOConfig(str(folder), **arguments),
         train_dataset=Dataset.from_list(rows() if data is None else data),
-        processing_class=tokenizer(),
-        peft_config=peft,
-        **given,
-    )
+        processing_class=tokenizer(), peft_config=peft, **given,
+    )  # fmt: skip
     with own_rng(5), torch.no_grad():  # else the policy is the reference
         for parameter in trainer.model.parameters():
             if parameter.requires_grad and peft is not None:
@@ -343,12 +317,10 @@ def run(folder: Path, memorization: Memorization) -> SFTTrainer:
     texts = [row["prompt"] + row["chosen"] for row in preferences(2 * N)]
     torch.manual_seed(3)
     trainer = SFTTrainer(
-        model_of(),
-        args=SFTConfig(str(folder), **settings | {"max_length": 64, "packing": False}),
-        train_dataset=Dataset.from_dict({"text": texts}),
-        processing_class=tokenizer(),
+        model_of(), args=SFTConfig(str(folder), **settings | {"max_length": 64, "packing": False}),
+        train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer(),
         peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]),
-    )
+    )  # fmt: skip
     trainer.train_dataset, _ = leave_out(trainer.train_dataset, N, seed=1)
     attacks = [Combined(), CombinedReference()]
     watching = WatchSettings(memorization=memorization)

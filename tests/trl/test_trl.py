@@ -27,12 +27,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from lightning_fedleak import BagOfWords, FCMembership, FlatChat, SubspaceWords
 from lightning_fedleak.attacks import GradientMembership, PublicText, SubspaceMembership
-from lightning_fedleak.attacks.memorization import (
-    LossRatio,
-    PolicyDrift,
-    PreferenceMargin,
-    RewardGain,
-)
+from lightning_fedleak.attacks.memorization import PolicyDrift, PreferenceMargin, RewardGain
 from lightning_fedleak.engine import Games, Memorization
 from lightning_fedleak.engine.channels.control import Controls
 from lightning_fedleak.evaluation.canaries import leave_out
@@ -98,19 +93,11 @@ ROWS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 COMMON: dict[str, Any] = {
-    "max_steps": 3,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-2,
-    "max_grad_norm": 0.0,
-    "report_to": [],
-    "use_cpu": True,
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "logging_steps": 1,
-    "bf16": False,
-    "gradient_checkpointing": False,
+    "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_grad_norm": 0.0,
+    "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True,
+    "logging_steps": 1, "bf16": False, "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
-}
+}  # fmt: skip
 
 
 def sft(folder: Path, rows: str, model: Any = None, **more: Any) -> SFTTrainer:
@@ -118,26 +105,22 @@ def sft(folder: Path, rows: str, model: Any = None, **more: Any) -> SFTTrainer:
     arguments = SFTConfig(str(folder), **({"max_length": 48} | COMMON | settings | more))
     torch.manual_seed(3)
     return SFTTrainer(
-        model_of() if model is None else model,
-        args=arguments,
-        train_dataset=Dataset.from_list(data),
-        processing_class=tokenizer(),
-    )
+        model_of() if model is None else model, args=arguments,
+        train_dataset=Dataset.from_list(data), processing_class=tokenizer(),
+    )  # fmt: skip
 
 
-def dpo(folder: Path, copies: int = 1, kind: Any = DPOTrainer, **more: Any) -> DPOTrainer:
+def dpo(folder: Path, kind: Any = DPOTrainer, **more: Any) -> DPOTrainer:
     rows = [
         {"prompt": r["prompt"], "chosen": r["completion"], "rejected": ANSWERS[number % 3]}
-        for number, r in enumerate(pairs() * copies)
+        for number, r in enumerate(pairs())
     ]
     torch.manual_seed(3)
     return kind(
-        model_of(),
-        ref_model=model_of(),
+        model_of(), ref_model=model_of(),
         args=DPOConfig(str(folder), **({"max_length": 48} | COMMON | more)),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer(),
-    )
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer(),
+    )  # fmt: skip
 
 
 class Batches:
@@ -294,24 +277,6 @@ def test_dpo_reads_pairs_or_says_why_not(tmp_path: Path) -> None:
     assert math.isnan(callback.latest["leakage/fc_membership/auc"])
 
 
-def test_gates_on_what_pairs_hide_are_breached(tmp_path: Path) -> None:
-    trainer = dpo(tmp_path)
-    gate = Threshold("leakage/flatchat/f1", at_most=0.99)
-    watched(trainer, [FlatChat(n_types=20)], [gate])
-    trainer.train()
-    assert trainer.state.global_step == 1
-    assert gate.fired is not None
-
-
-def test_weights_are_asked_about_pairs_by_attacks_on_pairs_alone(tmp_path: Path) -> None:
-    trainer = dpo(tmp_path, copies=25)
-    trainer.train_dataset, _ = leave_out(trainer.train_dataset, 400, seed=1)
-    settings = WatchSettings(memorization=Memorization(max_overhead=4 / 3, looks=(0.5,)))
-    words = r"DPOTrainer .* remove loss_ratio from attacks=; PreferenceMargin"
-    with pytest.raises(ValueError, match=words):
-        LeakageCallback(trainer, [LossRatio(), PreferenceMargin()], settings=settings)
-
-
 # Each of TRL's trainers, whose losses never call the output head: words, signs, and controls.
 #
 # Words are told by rows of the embedding's gradient that are not zero. Signs are told by what the
@@ -335,15 +300,11 @@ PAIRS = {
     "rejected": [ANSWERS[n % 3] for n in range(len(PROMPTS))],
 }
 KINDS: dict[str, tuple[Any, Any]] = {
-    "SFT": (trl.SFTTrainer, trl.SFTConfig),
-    "DPO": (trl.DPOTrainer, trl.DPOConfig),
-    "KTO": (trl.KTOTrainer, trl.KTOConfig),
-    "GRPO": (trl.GRPOTrainer, trl.GRPOConfig),
-    "RLOO": (trl.RLOOTrainer, trl.RLOOConfig),
-    "ORPO": (ORPOTrainer, ORPOConfig),
-    "CPO": (CPOTrainer, CPOConfig),
-    "Reward": (trl.RewardTrainer, trl.RewardConfig),
-}
+    "SFT": (trl.SFTTrainer, trl.SFTConfig), "DPO": (trl.DPOTrainer, trl.DPOConfig),
+    "KTO": (trl.KTOTrainer, trl.KTOConfig), "GRPO": (trl.GRPOTrainer, trl.GRPOConfig),
+    "RLOO": (trl.RLOOTrainer, trl.RLOOConfig), "ORPO": (ORPOTrainer, ORPOConfig),
+    "CPO": (CPOTrainer, CPOConfig), "Reward": (trl.RewardTrainer, trl.RewardConfig),
+}  # fmt: skip
 
 PADDING = {0}
 
@@ -375,12 +336,9 @@ def trainer_of(name: str, folder: Path, **more: Any) -> Any:
         )
     model.save_pretrained(folder / "model")  # some load it again, as what they compare with
     return kind(
-        str(folder / "model"),
-        args=config(str(folder), **settings),
-        train_dataset=rows,
-        processing_class=tokenizer(),
-        **given,
-    )
+        str(folder / "model"), args=config(str(folder), **settings), train_dataset=rows,
+        processing_class=tokenizer(), **given,
+    )  # fmt: skip
 
 
 @dataclass
@@ -650,19 +608,6 @@ def test_rewards_that_cannot_be_asked_for_again_are_refused(function, words, tmp
     asks(trainer, PolicyDrift(), RewardGain())
     with pytest.raises(ValueError, match=f"{words}.*leave RewardGain out"):
         trainer.train()
-
-
-def test_prompts_are_asked_about_by_drift_alone(tmp_path, caplog) -> None:
-    more = {"max_steps": -1, "num_train_epochs": 1}
-    trainer = trainer_of("GRPO", tmp_path, rows=prompts_of(), **more)
-    trainer.reward_funcs, trainer.reward_func_names = [partial(half_reward)], ["reward"]
-    trainer.train_dataset, _ = leave_out(trainer.train_dataset, 30, seed=1)
-    callback = asks(trainer, PolicyDrift())
-    trainer.train()
-    assert (
-        "Their rewards are not compared: a reward function (partial) is a model or" in caplog.text
-    )
-    assert 0 < callback.latest["leakage/policy_drift/auc"] < 1
 
 
 def test_prompts_need_a_trainer_that_writes(tmp_path: Path) -> None:

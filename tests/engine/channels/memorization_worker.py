@@ -1,7 +1,5 @@
 """The trained weights of fits on two processes, under DDP and FSDP2; see test_memorization.py."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Canaries, an account and a lost file on two processes; see test_shared_weights.py."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings

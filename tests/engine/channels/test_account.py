@@ -1,7 +1,5 @@
 """What refutes an account is remembered, whatever a later look shows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

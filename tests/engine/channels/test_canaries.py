@@ -1,7 +1,5 @@
 """Canaries in tiers of repetition, scored on the trained weights in a Trainer."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -28,11 +26,9 @@ def planted(seed: int = 1, m: int = 90, times: tuple[int, ...] = (1, 8), **more:
 
 def watch(data: Any, folder: Path, *, budget: float = 1.0, **more: Any) -> LeakageMonitor:
     return LeakageMonitor(
-        [Canaries(tokens=SUFFIX, **more)],
-        games=Games(canaries=data.canaries),
-        folder=folder,
+        [Canaries(tokens=SUFFIX, **more)], games=Games(canaries=data.canaries), folder=folder,
         settings=WatchSettings(memorization=Memorization(max_overhead=budget)),
-    )
+    )  # fmt: skip
 
 
 def test_canaries_that_are_repeated_more_are_memorized_more(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Planted values, ranked by the trained weights in a Trainer."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -39,22 +37,20 @@ def model(layers: int = 2) -> GPT2LMHeadModel:
 
 def watch(data: Any, folder: Path, candidates: int = 30, **more: Any) -> LeakageMonitor:
     return LeakageMonitor(
-        [Entities(candidates)],
-        games=Games(entities=data.entities),
-        folder=folder,
+        [Entities(candidates)], games=Games(entities=data.entities), folder=folder,
         settings=WatchSettings(**more),
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any, RiskGate, RiskGate]:
     folder, data = tmp_path_factory.mktemp("run"), planted()
-    monitor = watch(data, folder, report=True)
+    monitor = watch(data, folder, 20, report=True)
     gates = [
         RiskGate(f"leakage/entity/phone/{place}/first", at_most=0.1, action="warn")
         for place in ("label", "prompt")
     ]
-    _, module = fit([], model(), data, max_epochs=2, lr=5e-3)
+    _, module = fit([], model(layers=1), data, max_epochs=2, lr=1e-2)
     fit([monitor, *gates], module, data, max_epochs=2)
     return folder, monitor, module.model.eval(), *gates
 

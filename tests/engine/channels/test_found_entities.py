@@ -1,7 +1,5 @@
 """Values that are found in a run's texts: in gradients, and in the trained weights."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -229,12 +227,9 @@ def test_all_rows_are_searched_as_is_said_and_compared_once(tmp_path, monkeypatc
     )
     train, _ = leave_out(rows(70)[0], 70 // 2, seed=1)
     fit(
-        [watch(tmp_path, attacks=[Combined(), PromptRatio()])],
-        model(),
-        train,
-        lr=5e-3,
+        [watch(tmp_path, attacks=[Combined(), PromptRatio()])], model(), train, lr=5e-3,
         max_epochs=1,
-    )
+    )  # fmt: skip
     text, *compared = said
     assert "10 more rows are searched" in text
     assert len(compared) == len(lines(tmp_path, "combined"))

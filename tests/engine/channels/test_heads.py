@@ -1,7 +1,5 @@
 """Token classifiers and masked models, asked by their trained weights in each kind of loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +142,7 @@ def test_a_model_that_trained_on_other_rows_shows_nothing(tmp_path: Path) -> Non
     )  # fmt: skip
     torch.manual_seed(0)
     with watch:
-        for _ in range(10):
+        for _ in range(4):
             for seen, trained in zip(loader, others, strict=False):
                 with watch.step(seen):
                     model(**trained).loss.backward()

@@ -1,7 +1,5 @@
 """What declared noise hides: the bound on every reader, and what a gate makes of it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace
@@ -292,8 +290,7 @@ def test_the_change_of_a_word_is_that_of_a_second_backward(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("multiplier", "known"), [(0.05, False), (20.0, True)])
 def test_dp_sgd_bounds_its_own_reader(tmp_path: Path, multiplier: float, known: bool) -> None:
-    dp = DPSGD(max_grad_norm=1.0, noise_multiplier=multiplier, target_delta=1e-3, seed=5)
-    gate, values = look(tmp_path, dp)
+    gate, values = look(tmp_path, noise_multiplier(multiplier))
     assert (values["bound"] <= 0.5) == known
     if values["f1"] <= 0.5:
         assert (gate.fired is None) == known
@@ -321,12 +318,7 @@ def test_low_membership_is_known_only_where_clipped_texts_bound_it(
     games = Games(held_out=PublicText([x["input_ids"] - 1 for x in batches(20, 2)]), targets=8)
     monitor = LeakageMonitor([GradientMembership(public)], every_n_steps=1, games=games)
     gate = RiskGate("leakage/worst/membership", at_most=0.6, action="warn")
-    trainer = L.Trainer(
-        max_steps=2, accelerator="cpu", devices=1, callbacks=[monitor, gate], logger=False,
-        enable_checkpointing=False, default_root_dir=tmp_path, enable_progress_bar=False,
-        enable_model_summary=False, strategy=DefendedStrategy("auto", defenses),
-    )  # fmt: skip
-    trainer.fit(Tuned(), torch.utils.data.DataLoader(batches(2), batch_size=2))
+    fit(Tuned(), defenses, 2, [monitor, gate], tmp_path)
     table = monitor.to_dataframe()
     bounds = table[table.metric == "bound"].value.tolist()
     assert bounds == ([] if auc is None else pytest.approx([auc] * len(bounds), abs=1e-3))
@@ -371,13 +363,7 @@ def test_a_retry_between_looks_has_a_control(tmp_path: Path) -> None:
             parameter *= 0 if "lora_B" in name else 1  # A's gradient is zero in the first step
     monitor = LeakageMonitor([Late(capacity_seconds=0)], every_n_steps=9)
     gate = RiskGate("leakage/worst/words", at_most=0.5, action="warn")
-    trainer = L.Trainer(
-        max_steps=2, accelerator="cpu", devices=1, callbacks=[monitor, gate], logger=False,
-        enable_checkpointing=False, default_root_dir=tmp_path, enable_progress_bar=False,
-        enable_model_summary=False,
-        strategy=DefendedStrategy("auto", [GradientNoise(1.0, 0.0)]),  # it clips
-    )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(batches(2), batch_size=2))
+    fit(module, [GradientNoise(1.0, 0.0)], 2, [monitor, gate], tmp_path)  # it clips
     assert 0 < monitor.latest["leakage/subspace_words/f1"] < 0.5
     assert monitor.latest["leakage/subspace_words/control"] < 0.5
     assert gate.fired is not None

@@ -1,7 +1,5 @@
 """Intervals of games over looks, of these looks as they were, and the looks that are saved."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

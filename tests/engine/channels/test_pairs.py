@@ -1,9 +1,6 @@
 """Pairs of a chosen and a rejected answer, which the weights are asked about after DPO."""
 
-from __future__ import annotations
-
 import json
-import logging
 import math
 import re
 from collections.abc import Callable
@@ -20,10 +17,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_fedleak.attacks import UnusableObservation
-from lightning_fedleak.attacks.memorization import (
-    Combined,
-    PreferenceMargin,
-)
+from lightning_fedleak.attacks.memorization import Combined, PreferenceMargin
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.model.anatomy import find_anatomy
@@ -44,7 +38,7 @@ Row = dict[str, list[int]]
 Answer = tuple[Tensor, int]  # ids of prompt and answer, and how many are of the prompt
 
 
-def pairs(n: int = 400, seed: int = 0, answer: int = 9) -> list[Row]:
+def pairs(n: int = 240, seed: int = 0, answer: int = 9) -> list[Row]:
     """Return rows as TRL's DPOTrainer gives them to its collator, of random tokens."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -144,10 +138,15 @@ def watching(folder: Path, attacks: Any = None, **settings: Any) -> Any:
     return monitor(folder, attacks, Memorization(max_overhead=10, looks=(), **settings))
 
 
-def test_trained_pairs_are_told_from_those_left_out(tmp_path: Path) -> None:
-    data, others = leave_out(pairs(), 140, seed=1)
-    module = Preferring()
-    fit([watching(tmp_path)], module, data, collate_fn=collate, max_epochs=4)
+def test_trained_pairs_are_told_from_those_left_out_by_their_margin_alone(tmp_path: Path) -> None:
+    data, others = leave_out(pairs(), 120, seed=1)
+    module, asked = Preferring(), Memorization(max_overhead=10, looks=())
+    auto = monitor(tmp_path, "auto", asked, shares="model")
+    fit([auto], module, data, collate_fn=collate, max_epochs=4)
+    log = (tmp_path / "leakage.jsonl").read_text()
+    assert '"combined"' not in log
+    assert '"extraction"' not in log
+    assert auto.latest["leakage/worst/memorization"] == auto.latest["leakage/preference_margin/auc"]
     looks = lines(tmp_path, "preference_margin")
     assert len(looks) == 4
     last = looks[-1]["metrics"]
@@ -155,12 +154,12 @@ def test_trained_pairs_are_told_from_those_left_out(tmp_path: Path) -> None:
     rows = [data[n] for n in range(len(data))] + [others[n] for n in range(len(others))]
     scores = [margin(row, model, base) for row in rows]
     sides = [True] * len(data) + [False] * len(others)
-    assert (last["members"]["value"], last["others"]["value"]) == (260, 140)
+    assert (last["members"]["value"], last["others"]["value"]) == (120, 120)
     assert last["auc"]["value"] == pytest.approx(roc_auc_score(sides, scores), abs=1e-6)
     assert last["auc"]["value"] > 0.8
     assert last["auc"]["low"] > 0.6
     [pool] = of_kind(tmp_path, "pool")
-    assert (pool["train"], pool["others"], pool["way"]) == (260, 140, "left out")
+    assert (pool["train"], pool["others"], pool["way"]) == (120, 120, "left out")
     for file in filter(Path.is_file, tmp_path.rglob("*")):  # none holds a token of a pair
         content = file.read_bytes()
         for ids in data[0].values():
@@ -170,15 +169,10 @@ def test_trained_pairs_are_told_from_those_left_out(tmp_path: Path) -> None:
 
 def test_nothing_is_found_where_nothing_was_trained(tmp_path: Path) -> None:
     """Weights that move by other pairs alone do not tell the pairs that are asked about."""
-    data, _ = leave_out(pairs(), 140, seed=0)
+    data, _ = leave_out(pairs(), 120, seed=0)
     other = collate(pairs(8, seed=100))
-    fit(
-        [watching(tmp_path)],
-        Preferring(read=lambda batch: other),
-        data,
-        collate_fn=collate,
-        max_epochs=2,
-    )
+    module = Preferring(read=lambda batch: other)
+    fit([watching(tmp_path)], module, data, collate_fn=collate, max_epochs=2)
     last = lines(tmp_path, "preference_margin")[-1]["metrics"]
     assert last["auc"]["low"] < 0.5 < last["auc"]["high"]
     assert last["p_value"]["value"] > 0.05
@@ -195,7 +189,7 @@ def test_pairs_of_another_form_are_the_same_pairs() -> None:
 
 
 def test_a_form_that_an_adapter_reads_has_the_same_numbers(tmp_path: Path) -> None:
-    data, _ = leave_out(pairs(), 140, seed=1)
+    data, _ = leave_out(pairs(), 120, seed=1)
 
     def tokens(batch: Any) -> PairBatch:
         ids, mask, marks = batch["both"]
@@ -212,7 +206,7 @@ def test_a_form_that_an_adapter_reads_has_the_same_numbers(tmp_path: Path) -> No
         adapter = tokens if name == "adapter" else None
         memorization = Memorization(max_overhead=10, looks=())
         watch = monitor(tmp_path / name, [PreferenceMargin()], memorization, batch_adapter=adapter)
-        fit([watch], Preferring(read), data, collate_fn=gather, max_epochs=2)
+        fit([watch], Preferring(read), data, collate_fn=gather, max_epochs=1)
         found.append(lines(tmp_path / name, "preference_margin")[-1])
     first, second = found
     assert first["pool"] == second["pool"]
@@ -225,10 +219,10 @@ def test_pairs_of_which_an_answer_stands_in_another_row_are_left_out(tmp_path: P
     rows = pairs(answer=16)
     for row in range(0, 20, 2):
         rows[row]["rejected_ids"] = rows[row + 1]["chosen_ids"]  # 16 tokens or more in a row
-    data, _ = leave_out(rows, 140, seed=1)
+    data, _ = leave_out(rows, 120, seed=1)
     fit([watching(tmp_path)], Preferring(), data, collate_fn=collate, max_epochs=1)
     last = lines(tmp_path, "preference_margin")[-1]["metrics"]
-    assert last["members"]["value"] + last["others"]["value"] == 380
+    assert last["members"]["value"] + last["others"]["value"] == 220
     [pool] = of_kind(tmp_path, "pool")
     assert pool["repeated"] == 20
 
@@ -246,7 +240,7 @@ def test_pairs_of_which_an_answer_stands_in_another_row_are_left_out(tmp_path: P
     ],
 )
 def test_what_pairs_cannot_be_asked_is_refused(attack, more, words, tmp_path) -> None:
-    data = pairs() if "others" in more else leave_out(pairs(), 140, seed=1)[0]
+    data = pairs() if "others" in more else leave_out(pairs(), 120, seed=1)[0]
     with pytest.raises(ValueError, match=re.escape(words)):
         fit([watching(tmp_path, [attack], **more)], Preferring(), data, collate_fn=collate)
 
@@ -254,21 +248,6 @@ def test_what_pairs_cannot_be_asked_is_refused(attack, more, words, tmp_path) ->
 def test_single_texts_are_no_pairs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no row is a pair of answers"):
         fit([watching(tmp_path)])
-
-
-def test_auto_asks_pairs_by_their_margin_alone(tmp_path, caplog) -> None:
-    data, _ = leave_out(pairs(), 140, seed=1)
-    auto = monitor(
-        tmp_path, "auto", Memorization(max_overhead=10, looks=(), outside_epsilon=True),
-        look_seconds=1e-9,
-    )  # fmt: skip
-    with caplog.at_level(logging.INFO):
-        fit([auto], Preferring(), data, collate_fn=collate, max_epochs=2)
-    assert 0.5 < auto.latest["leakage/preference_margin/auc"] <= 1
-    assert auto.latest["leakage/worst/memorization"] == auto.latest["leakage/preference_margin/auc"]
-    log = (tmp_path / "leakage.jsonl").read_text()
-    assert '"combined"' not in log
-    assert '"extraction"' not in log
 
 
 def test_the_margin_is_that_of_answers_alone() -> None:
@@ -325,7 +304,7 @@ def collate_rated(rows: list[Any]) -> dict[str, Tensor]:
 
 def test_rated_answers_count_with_their_sign(tmp_path: Path) -> None:
     rows: list[Any] = [row | {"label": n % 3 > 0} for n, row in enumerate(pairs())]
-    data, others = leave_out(rows, 140, seed=1)
+    data, others = leave_out(rows, 120, seed=1)
     module = Rating()
     fit([watching(tmp_path)], module, data, collate_fn=collate_rated, max_epochs=4)
     last = lines(tmp_path, "preference_margin")[-1]["metrics"]
@@ -338,7 +317,7 @@ def test_rated_answers_count_with_their_sign(tmp_path: Path) -> None:
             gain = float(log_likelihoods(model, batch) - log_likelihoods(base, batch))
         scores.append(gain if row["label"] else -gain)
     sides = [True] * len(data) + [False] * len(others)
-    assert (last["members"]["value"], last["others"]["value"]) == (260, 140)
+    assert (last["members"]["value"], last["others"]["value"]) == (120, 120)
     assert last["auc"]["value"] == pytest.approx(roc_auc_score(sides, scores), abs=1e-3)
     assert last["auc"]["low"] > 0.6
     rated = read_pairs(collate_rated(asked[:2]), "causal")

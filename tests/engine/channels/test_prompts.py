@@ -1,7 +1,5 @@
 """Prompts, which the loss is not computed on, as a series of their own."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

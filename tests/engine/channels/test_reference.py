@@ -1,7 +1,5 @@
 """A reference model beside the one that trains, in live looks at its weights."""
 
-from __future__ import annotations
-
 import math
 import re
 from copy import deepcopy
@@ -135,9 +133,9 @@ def test_several_references_with_and_without_each_row(tmp_path: Path) -> None:
     for seed in range(4):
         order = torch.randperm(400, generator=torch.Generator().manual_seed(seed)).tolist()
         halves.append(Subset(rows, sorted(order[:200])))
-        models.append(fit([], data=halves[-1])[1].model)
+        models.append(fit([], data=halves[-1], max_epochs=2)[1].model)
     watching = with_reference(tmp_path, models, rows=halves)
-    fit([watching], data=data)
+    fit([watching], data=data, max_epochs=2)
     [channel] = {c for s, c in watching.engine.series.items() if s.name == "combined"}
     numbers = {tuple(row["input_ids"].tolist()): n for n, row in enumerate(rows)}
     asked = [numbers[tuple(text.ids.tolist())] for text in channel.pool.texts]

@@ -1,7 +1,5 @@
 """Prompts of a reinforcement learning: each number recomputed in float64, by loops."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -49,14 +47,10 @@ def trainer_of(*functions: Any, weights: tuple[float, ...] = (1.0,), **more: Any
     )
     sizes = {"num_generations": COUNT, "steps_per_generation": 2, "num_iterations": 3}
     return SimpleNamespace(
-        args=SimpleNamespace(**sizes, generation_batch_size=12),
-        reward_funcs=list(functions),
-        reward_weights=torch.tensor(weights),
-        processing_class=Letters(),
-        generation_config=config,
-        state=SimpleNamespace(global_step=0),
-        **more,
-    )
+        args=SimpleNamespace(**sizes, generation_batch_size=12), reward_funcs=list(functions),
+        reward_weights=torch.tensor(weights), processing_class=Letters(), generation_config=config,
+        state=SimpleNamespace(global_step=0), **more,
+    )  # fmt: skip
 
 
 EXAMPLES = [

@@ -1,7 +1,5 @@
 """Two processes: canaries, what an account allows, and a file that one of them does not see."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rows with few label tokens, and classifiers, looked at in a Trainer."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Channels and controls on steps that are written by hand: no training runs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

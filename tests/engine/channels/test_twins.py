@@ -1,7 +1,5 @@
 """Words are told up to tokens that have one embedding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What could not be read of the trained weights is unknown, to looks and to gates."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -49,12 +47,9 @@ def test_one_unknown_attack_allows_no_checkpoint(tmp_path: Path) -> None:
     gate = RiskGate("leakage/worst/memorization", at_most=1.0, strict=False)
     keep = ModelCheckpoint(tmp_path, monitor="leakage/choose", mode="min")
     trainer, _ = fit(
-        [watch(tmp_path, Combined(), Failing()), gate, keep],
-        Validated(tiny(), 1e-2, "adamw"),
-        max_epochs=1,
-        enable_checkpointing=True,
-        validate=True,
-    )
+        [watch(tmp_path, Combined(), Failing()), gate, keep], Validated(tiny(), 1e-2, "adamw"),
+        max_epochs=1, enable_checkpointing=True, validate=True,
+    )  # fmt: skip
     assert [math.isnan(end) for end, _ in gate._choices] == [True]
     assert "was infinite at all 1 validations" in gate._none_chosen()
     assert "The interval was never known there" in gate._none_chosen()

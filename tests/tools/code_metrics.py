@@ -146,10 +146,29 @@ class Source:
         self.text = path.read_text(encoding="utf-8")
         self.lines = self.text.splitlines()
         self.tree = ast.parse(self.text)
-        self.nodes = list(ast.walk(self.tree))
+        self.nodes: list[ast.AST] = []
+        self.branches: dict[Function, int] = {}
+        self._visit(self.tree)
         parts = path.relative_to(root).with_suffix("").parts
         self.is_face = parts[-1] == "__init__"
         self.module = ".".join(parts[:-1] if self.is_face else parts)
+
+    def _visit(self, node: ast.AST) -> int:
+        """List the nodes below a node, and count their branches, those of each function too."""
+        self.nodes.append(node)
+        count = isinstance(node, _BRANCHES)
+        if isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            count += 1 + len(node.ifs)
+        for name in node._fields:
+            value = getattr(node, name)
+            for child in value if isinstance(value, list) else (value,):
+                if isinstance(child, ast.AST) and not isinstance(child, ast.expr_context):
+                    count += self._visit(child)
+        if isinstance(node, Function):
+            self.branches[node] = 1 + count
+        return count
 
     def place(self, line: int, text: str) -> Place:
         """Return a place in this file."""
@@ -295,7 +314,7 @@ class CodeMetrics:
     def _complexity(self) -> Measure:
         counts = []
         for source, function in self._functions():
-            count = branches(function)
+            count = source.branches[function]
             counts.append((count, source.place(function.lineno, f"{function.name}: {count}")))
         return _exceeding(counts, MOST_BRANCHES)
 
@@ -389,19 +408,6 @@ class CodeMetrics:
             for _ in range(line.count("[str, Any]"))
         ]
         return Measure(len(places), places)
-
-
-def branches(function: ast.AST) -> int:
-    """Return one more than the number of branches of a function."""
-    count = 1
-    for node in ast.walk(function):
-        if isinstance(node, _BRANCHES):
-            count += 1
-        elif isinstance(node, ast.BoolOp):
-            count += len(node.values) - 1
-        elif isinstance(node, ast.comprehension):
-            count += 1 + len(node.ifs)
-    return count
 
 
 _BRANCHES = (

@@ -9,7 +9,8 @@
 
 The source is parsed and never imported. What each row counts:
 
-code        lines with a token that is neither a comment nor part of a docstring
+code        lines with a token that is neither a comment nor part of a docstring; a comment between
+            two texts that are joined counts
 longest     lines of the longest file
 long        files of more than 600 lines
 imports     files that import eight modules of this package or more, those for types and those
@@ -35,8 +36,6 @@ any         occurrences of ``[str, Any]``
 
 import argparse
 import ast
-import io
-import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -183,10 +182,11 @@ class Source:
     @cached_property
     def code_lines(self) -> int:
         """Lines of code without docstrings, comments and blanks."""
-        lines: set[int] = set()
-        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
-            if token.type != tokenize.COMMENT and token.string.strip():
-                lines.update(range(token.start[0], token.end[0] + 1))
+        stripped = (line.strip() for line in self.lines)
+        lines = {n for n, line in enumerate(stripped, 1) if line and not line.startswith("#")}
+        for node in self.nodes:  # blank lines and hashes within a text are code
+            if isinstance(node, ast.Constant | ast.JoinedStr):
+                lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         for _, text in self.docstrings:
             lines.difference_update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
         return len(lines)
@@ -295,9 +295,8 @@ class CodeMetrics:
 
     def _functions(self) -> Iterator[tuple[Source, Function]]:
         for source in self.selection:
-            for node in source.nodes:
-                if isinstance(node, Function):
-                    yield source, node
+            for function in source.branches:
+                yield source, function
 
     def _parameters(self) -> dict[str, Measure]:
         counts = []

@@ -683,8 +683,7 @@ def test_options_are_those_of_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["$(touch hacked)`touch hacked`", '"; touch hacked; "', "'; touch hacked # --x=y"],
+    "text", ["$(touch hacked)`touch hacked`", '"; touch hacked; "', "'; touch hacked # --x=y"]
 )
 @pytest.mark.parametrize("name", ["model", "held_out"])
 def test_an_input_is_one_value_whatever_stands_in_it(tmp_path: Path, name: str, text: str) -> None:
@@ -727,6 +726,7 @@ def test_what_is_installed_is_one_requirement(tmp_path: Path) -> None:
     assert not (tmp_path / "hacked").exists()
 
 
+@pytest.mark.slow
 def test_a_release_is_judged_and_summed_up(tmp_path: Path) -> None:
     """With the real command, on a model that was changed by noise alone."""
     script = f'#!/bin/sh\nexec {sys.executable} -m lightning_fedleak "$@"\n'

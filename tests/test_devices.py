@@ -344,7 +344,7 @@ def test_the_host_waits_twice_in_a_step_of_dpsgd() -> None:
 @pytest.mark.parametrize(
     ("names", "defenses"),
     [
-        (("flatchat", "fc, token", "gradient", "embedding_descent"), ()),
+        (("flatchat", "fc, token", "subspace", "embedding_descent"), ()),
         (("flatchat", "fc, token"), (lambda: fedleak.DPSGD(1.0, noise_multiplier=1.0),)),
     ],
     ids=["plain", "dpsgd"],
@@ -369,7 +369,7 @@ def test_steps_without_a_look_add_no_host_synchronisation(names, defenses, devic
 @pytest.mark.filterwarnings("ignore:attack 'aligned_flatchat'")
 def test_looks_of_a_fit_agree_across_devices(device_type: Device) -> None:
     def monitor() -> fedleak.LeakageMonitor:
-        names = ("flatchat", "bag_of_words", "fc, full", "gradient", "embedding_descent")
+        names = ("flatchat", "fc, full", "embedding_descent")  # of each surface; all: above
         return monitor_of(*names, assume=fedleak.DISHONEST_SERVER, stages=("local", "shared"))
 
     noise = fedleak.GradientNoise(None, 0.0)
@@ -377,7 +377,7 @@ def test_looks_of_a_fit_agree_across_devices(device_type: Device) -> None:
     there = fit(monitor(), noise, steps=2, device_type=device_type)
     assert there.metrics["monitor/failures"] == here.metrics["monitor/failures"] == 0
     rates = {name for name in here.metrics if name.startswith("leakage")}
-    assert len(rates) > 50
+    assert len(rates) > 30
     for name in rates:
         assert there.metrics[name] == pytest.approx(here.metrics[name], abs=2e-3, nan_ok=True), name
 
@@ -408,6 +408,7 @@ def test_trained_weights_are_asked_once_at_the_end_and_where_they_were_trained(
     assert monitor.engine.results.looks == 1
 
 
+@pytest.mark.slow
 def test_what_make_gpu_measures_runs_on_the_device(monkeypatch, tmp_path) -> None:
     """Steps with looks of each kind, and DP-SGD beside its peers, as `make gpu` times them."""
     monkeypatch.setattr(scheduler, "Look", scheduler.Look)  # which the first of them replaces

@@ -1,7 +1,5 @@
 """``fedleak memorization``: attacks, lists of rows, references, and values in texts."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -369,7 +367,7 @@ def test_a_reference_is_compared_with_and_must_have_seen_no_text(
 ) -> None:
     words = list(dict.fromkeys(read_texts(EMBEDDED_MESSAGES)))
     for name, texts in (("other", words[2 * TEXTS : 3 * TEXTS]), ("held_out", words[1::2][:TEXTS])):
-        save_trained(tmp_path / name, texts)
+        save_trained(tmp_path / name, texts, 2e-3, 2)
     output = tmp_path / "result.json"
     reference = str(tmp_path / "other")
     status, text = run(folder, drawn=True, at_most=0.6, out=output, reference=[reference])
@@ -414,7 +412,7 @@ def test_several_references_and_the_rows_of_each(folder: Path, tmp_path: Path) -
         files.append(str(tmp_path / f"rows{number}.jsonl"))
         Path(files[-1]).write_text("".join(f"{row}\n" for row in rows))
         models.append(str(tmp_path / f"model{number}"))
-        save_trained(Path(models[-1]), [json.loads(row)["text"] for row in rows])
+        save_trained(Path(models[-1]), [json.loads(row)["text"] for row in rows], 2e-3, 2)
     output = tmp_path / "out.json"
     settings = {"drawn": True, "out": output, "reference": models}
     status, text = run(folder, reference_rows=files, **settings)
@@ -451,7 +449,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     for name, side in sides.items():
         lines = "".join(json.dumps({"text": text}) + "\n" for text in side)
         (learned / f"{name}.jsonl").write_text(lines)
-    save_trained(learned / "model", sides["members"], 5e-3, 8)
+    save_trained(learned / "model", sides["members"], 5e-3, 5)
     save_trained(learned / "null", [" ".join(draw.choices(words, k=12)) for _ in range(N)], 1e-5, 1)
     return learned, numbers
 
@@ -553,7 +551,7 @@ def test_the_base_under_another_name_is_no_trained_model(folder: Path, tmp_path:
 
 def test_a_base_that_knows_the_members_refutes_the_draw(folder: Path, tmp_path: Path) -> None:
     words = [json.loads(n)["text"] for n in (folder / "members.jsonl").read_text().splitlines()]
-    save_trained(tmp_path / "twice", words, 2e-3, 8)
+    save_trained(tmp_path / "twice", words, 4e-3, 4)
     settings = {"members": str(folder / "members.jsonl"), "others": str(folder / "others.jsonl")}
     settings |= {"base": str(tmp_path / "twice"), "model": str(folder / "model")}
     status, text = run_command("memorization", length=32, drawn=True, **settings)

@@ -219,8 +219,14 @@ def test_an_example_that_meets_experts(content: str, kind: str, looking: Any) ->
     check_example_of_a_batch(looking, content, (5, 3, WIDTH), root=ExpertBlock(kind))
 
 
-@pytest.mark.parametrize("steps", [{0}, {1}, {5}, {*range(24)}], ids=str)
-@pytest.mark.parametrize("content", ["NaN", "one inf", "1e38", "the largest"])
+EVERY = {*range(24)}
+
+
+@pytest.mark.parametrize(
+    ("content", "steps"),
+    [("NaN", {0}), ("NaN", {1}), ("NaN", {5}), ("NaN", EVERY), ("one inf", EVERY), ("1e38", EVERY)],
+    ids=str,
+)
 def test_what_is_checked_now_and_then_is_checked_in_the_same_steps(
     content: str, steps: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,7 +407,7 @@ def fitted(module: pl.LightningModule, defense: Defense, *data: Tensor) -> tuple
 
 
 @pytest.mark.parametrize("make", [partial(GradientNoise, CLIP, 1.0), partial(DPSGD, CLIP, 1.0)])
-@pytest.mark.parametrize("content", ["NaN", "inf and -inf", "1e38", "zeros"])
+@pytest.mark.parametrize("content", ["NaN", "1e38"])
 def test_a_fit_on_numbers(content: str, make: Callable[[], Defense], looking: Any) -> None:
     rows = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1))
 

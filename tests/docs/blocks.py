@@ -8,8 +8,6 @@ A comment that a reader does not see may stand in the line above a block::
 A block says its language. Without one it holds commands.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ model. The settings of a piece are run as they are; ``PL_TRAINER_...`` supplies 
 and calibrations are short.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import math

@@ -1,7 +1,5 @@
 """A low number in a report counts only as far as the control of its look is high."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

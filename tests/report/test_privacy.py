@@ -1,7 +1,5 @@
 """What the report says that an account allows: against Google's accountant, and in closed form."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

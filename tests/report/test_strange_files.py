@@ -1,7 +1,5 @@
 """Folders of runs that somebody else packed: no file outside of them is read."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -236,6 +236,7 @@ def test_the_example_of_its_docstring_runs():
 EXAMPLE = Path(__file__).parents[2] / "examples" / "split_learning" / "run.py"
 
 
+@pytest.mark.slow
 @pytest.mark.ddp
 def test_the_server_reads_the_message(tmp_path, monkeypatch, capsys) -> None:
     spawn_imported(monkeypatch)

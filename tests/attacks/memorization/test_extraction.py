@@ -1,7 +1,5 @@
 """Extraction by the model's own sampling; scores that know nothing of the training."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Scores of memorization, against loops over tokens."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from statistics import NormalDist
@@ -26,11 +24,7 @@ from lightning_fedleak.attacks.memorization import (
     Windows,
     Zlib,
 )
-from lightning_fedleak.attacks.memorization.references import (
-    MIN_WEIGHT,
-    fit_base,
-    likelihood_ratio,
-)
+from lightning_fedleak.attacks.memorization.references import MIN_WEIGHT, fit_base, likelihood_ratio
 from lightning_fedleak.attacks.memorization.scores import MAX_GAIN, WINDOWS, normal_scores
 from lightning_fedleak.evaluation.metrics.released import check_unseen, membership_values
 from lightning_fedleak.model.snapshots import Observation, References, ReleasedModel, TokenSnapshot
@@ -144,8 +138,7 @@ def test_combined_adds_both_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    "attack",
-    [LossRatio(), LossRatio(MAX_GAIN), ErrorZone(), Windows(), Combined()],
+    "attack", [LossRatio(), LossRatio(MAX_GAIN), ErrorZone(), Windows(), Combined()]
 )
 def test_before_the_first_step_all_texts_tie(attack: MemorizationAttack) -> None:
     """The base model beside itself: every base-calibrated score has an AUC of exactly one half."""

@@ -1,7 +1,5 @@
 """Descents by autograd and brute force; sweeps, the server's copy, a readout of states."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

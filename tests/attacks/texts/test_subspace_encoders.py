@@ -1,7 +1,5 @@
 """Whole texts off an encoder's gradients, which are exact for one text, and a certificate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

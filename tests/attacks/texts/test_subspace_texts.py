@@ -1,7 +1,5 @@
 """Whole texts off shared gradients: exact at full rank, with a certificate that does not lie."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache

@@ -85,17 +85,6 @@ def test_a_gradient_without_a_negative_row_is_unknown_unless_noise_explains_it(l
     assert guess.n_types == 0
 
 
-def test_state_comes_back(learned, public, private):
-    state = {k: v.clone() for k, v in learned.state_dict().items()}
-    assert all(isinstance(v, torch.Tensor) for v in state.values())
-    other = AlignedFlatChat(public)
-    other.load_state_dict(state)
-    for view, _ in private:
-        one, two = learned.run(view), other.run(view)
-        assert torch.equal(one.types, two.types)
-        assert torch.equal(one.scores, two.scores)
-
-
 def test_calibration_is_the_seeds_alone_and_leaves_no_trace(trained, public):
     before = {k: v.clone() for k, v in trained.model.state_dict().items()}
     states = []

@@ -423,8 +423,7 @@ def test_one_step_of_adam_hides_nothing(kind: type, lora: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "decay"),
-    [(torch.optim.Adam, 0.01), (torch.optim.AdamW, 0.01), (torch.optim.SGD, 0.0)],
+    ("kind", "decay"), [(torch.optim.Adam, 0.01), (torch.optim.AdamW, 0.01), (torch.optim.SGD, 0.0)]
 )
 def test_the_first_round_of_lora_is_unknown_and_never_nothing(kind: type, decay: float) -> None:
     """Decay alone moves A then."""

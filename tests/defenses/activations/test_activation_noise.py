@@ -348,10 +348,7 @@ def test_in_a_trainer_it_acts_in_inference() -> None:
     assert [float(model.model(**inputs).loss.detach()) for inputs in loader] != clean
 
 
-@pytest.mark.parametrize(
-    ("checkpoints", "precision"),
-    [(None, "bf16-mixed"), (True, "32-true")],
-)
+@pytest.mark.parametrize(("checkpoints", "precision"), [(None, "bf16-mixed"), (True, "32-true")])
 def test_without_noise_the_run_is_the_plain_one(checkpoints, precision: str) -> None:
     """With dropout: neither the hook nor its noise touches the global generator."""
     results = []

@@ -1,7 +1,5 @@
 """DPAdamBC: against AdamW, its own recurrence in plain numbers, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

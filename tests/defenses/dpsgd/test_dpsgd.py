@@ -1,7 +1,5 @@
 """DPSGD without Lightning: releases, canaries, settings, checks in the run."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +22,7 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.defenses import noise as noises
 from lightning_fedleak.defenses.dpsgd import loss_graph
+from lightning_fedleak.defenses.dpsgd.recorder import count_samples
 from lightning_fedleak.strategies.seams import _LightningHost
 from tests.helpers.inputs import context
 from tests.helpers.models import own_rng, tiny_llama
@@ -99,22 +98,35 @@ class Run:
         return torch.stack(rows)
 
 
+class Pieces(Run):
+    """Runs every batch as a logical one."""
+
+    def __init__(self, defense: DPSGD, **settings: Any) -> None:
+        super().__init__(defense, **settings)
+        self.sizes: list[int] = []
+
+    def piece(self, batch: Any) -> Tensor:
+        def training_step() -> Tensor:
+            # Neither in the rehearsal of the step, nor in that of its isolation.
+            if torch.is_grad_enabled() and not self.defense._isolation.is_running:
+                self.sizes.append(count_samples(batch))
+            return self.loss(batch)
+
+        return self.defense.on_training_step(training_step, batch, self.context)
+
+    def backward(self, batch: Any) -> Tensor:
+        loss = self.defense.on_logical_batch(self.piece, batch, self.context)
+        self.root.zero_grad()
+        loss.backward()
+        return loss
+
+
 def first(samples: int) -> list[Tensor]:
     return [value[:samples] for value in data().tensors]
 
 
 def clipped(rows: Tensor, clip: float = CLIP) -> Tensor:
     return rows * (clip / rows.norm(dim=1).clamp(min=clip))[:, None]
-
-
-@pytest.mark.parametrize("clipping", ["auto", "per_sample", "ghost"])
-@pytest.mark.parametrize("samples", [1, 5, 12])
-def test_a_release_is_the_clipped_sum_over_the_expected_batch_size(clipping, samples) -> None:
-    run = Run(DPSGD(CLIP, noise_multiplier=0.0, clip=ClipSettings(form=clipping)))
-    rows = run.one_by_one(first(samples))
-    assert bool((rows.norm(dim=1) > CLIP).any())
-    expected = clipped(rows).sum(0) / 8
-    torch.testing.assert_close(run.step(first(samples)), expected, rtol=1e-5, atol=1e-8)
 
 
 def test_the_noise_is_what_is_accounted_also_in_an_empty_batch() -> None:
@@ -268,19 +280,6 @@ def test_the_budget_ends_the_run_before_it_is_overdrawn() -> None:
     longer._trainer = trainer(max_epochs=100)
     with pytest.raises(BudgetSpent):
         Run(resumed, longer).step(first(3))
-
-
-def test_a_ledger_remembers_what_a_checkpoint_forgot(tmp_path) -> None:
-    ledger = tmp_path / "releases"
-    defense = DPSGD(CLIP, noise_multiplier=1.0, ledger=ledger)
-    run = Run(defense)
-    run.step(first(3))
-    checkpoint = defense.state_dict()
-    run.step(first(3))
-    again = DPSGD(CLIP, noise_multiplier=1.0, ledger=ledger)
-    again.load_state_dict(checkpoint)
-    Run(again).step(first(3))
-    assert again.accountant.steps == 3
 
 
 def test_each_client_has_a_ledger_and_their_number_stays(tmp_path) -> None:

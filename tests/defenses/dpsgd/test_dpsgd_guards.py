@@ -1,7 +1,5 @@
 """What one sample, a second release or another target could otherwise slip past DPSGD."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import DataCollatorWithFlattening
 
 from lightning_fedleak.defenses import DPSGD, BudgetSpent, DefenseError, ReleaseSettings, Users
@@ -129,19 +127,7 @@ def test_what_changes_without_a_new_form_is_looked_for_now_and_then(monkeypatch)
     assert run.defense.releases == 7
 
 
-# ---- the loader ------------------------------------------------------------------------------
-
-
-def twice(examples: list[Any]) -> Any:
-    return default_collate(examples + examples)
-
-
 # ---- documents packed into rows --------------------------------------------------------------
-
-
-def documents() -> list[dict[str, Any]]:
-    """Rows of one document each."""
-    return [{"input_ids": list(range(5, 9 + i % 3)), "who": i // 8} for i in range(40)]
 
 
 def packed() -> list[dict[str, Any]]:
@@ -150,22 +136,11 @@ def packed() -> list[dict[str, Any]]:
     return [{"input_ids": positions + i, "position_ids": positions, "who": i} for i in range(40)]
 
 
-FLATTENED = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
-
-
-@pytest.mark.parametrize(
-    ("examples", "collate", "rows"),
-    [
-        (data(), twice, 16),
-        (documents(), DataCollatorWithFlattening(return_tensors="pt"), 1),
-        (documents(), DataCollatorWithFlattening(return_tensors="pt", **FLATTENED), 1),
-    ],
-)
-def test_a_collator_that_merges_or_doubles_rows_is_refused_at_setup(
-    examples: Any, collate: Any, rows: int
-) -> None:
-    given = DataLoader(examples, batch_size=8, collate_fn=collate)
-    with pytest.raises(DefenseError, match=f"made {rows} rows of 8 examples"):
+def test_a_collator_that_merges_rows_is_refused_at_setup() -> None:
+    documents = [{"input_ids": [*range(5, 9 + i % 3)]} for i in range(40)]
+    collate = DataCollatorWithFlattening(return_tensors="pt")
+    given = DataLoader(documents, batch_size=8, collate_fn=collate)
+    with pytest.raises(DefenseError, match="made 1 rows of 8 examples"):
         Run(DPSGD(CLIP, noise_multiplier=1.0), loader=given)
 
 

@@ -1,7 +1,5 @@
 """DPSGD whose noise is turned up in the run, and the budget that allows it."""
 
-from __future__ import annotations
-
 import io
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Which losses and networks DP-SGD takes, and which it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Per-sample norms and clipped sums against one backward pass for each sample."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +16,7 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     Part,
     _Dense,
     _EmbeddingRows,
+    _ExpertRows,
     _Outer,
     full_precision,
     probe,
@@ -27,15 +26,8 @@ from lightning_fedleak.defenses.dpsgd.per_sample import (
     weighted_sum,
 )
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder
-from tests.defenses.dpsgd.test_dpsgd import data
-from tests.defenses.dpsgd.test_logical import Pieces
-from tests.helpers.models import (
-    own_rng,
-    tiny_bert_classifier,
-    tiny_bert_mlm,
-    tiny_gpt2,
-    tiny_llama,
-)
+from tests.defenses.dpsgd.test_dpsgd import Pieces, data
+from tests.helpers.models import own_rng, tiny_bert_classifier, tiny_bert_mlm, tiny_gpt2, tiny_llama
 
 CLIPPINGS = ["auto", "per_sample", "ghost"]
 Batch = dict[str, Tensor]
@@ -158,41 +150,45 @@ def distance(result: list[Tensor], expected: list[Tensor]) -> float:
     return float(difference.norm() / torch.cat([b.flatten() for b in expected]).norm())
 
 
+def compare(
+    model: nn.Module, batch: Batch, loss: Loss, forms: Any = CLIPPINGS, bound: float = 1e-6
+) -> dict[Tensor, list[Part]]:
+    """Norms, and sums that half of the samples are clipped in, with the brute force; the parts."""
+    clip = float(one_by_one(model, batch, loss, 1.0)[0].median())
+    norms, expected = one_by_one(model, batch, loss, clip)
+    for form in forms:
+        result, sums, parts = ours(model, batch, loss, clip, form)
+        assert float(((result - norms) / norms).abs().max()) < bound, form
+        assert distance(sums, expected) < bound, form
+    return parts
+
+
 @pytest.mark.parametrize("name", list(MODELS))
 def test_clipped_sums_are_exact(name: str) -> None:
     kind, build = MODELS[name]
     model, batch, loss = build(), batch_of(kind), loss_of(kind)
-    model.train()
-    norms, _ = one_by_one(model, batch, loss, 1.0)
-    clip = float(norms.median())
-    norms, expected = one_by_one(model, batch, loss, clip)
-    for clipping in CLIPPINGS:
-        result, sums, parts = ours(model, batch, loss, clip, clipping)
-        assert float(((result - norms) / norms).abs().max()) < 1e-6, clipping
-        assert distance(sums, expected) < 1e-6, clipping
+    parts = compare(model.train(), batch, loss)
     for parameter in model.parameters():
         assert (parameter.grad is None) == (parameter not in parts)
         if parameter.grad is not None:
-            total = weighted_sum(parts[parameter], torch.ones(len(norms)), parameter.shape)
+            total = weighted_sum(
+                parts[parameter], torch.ones(len(batch["input_ids"])), parameter.shape
+            )
             torch.testing.assert_close(total, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def mixed(loss: Loss) -> Loss:
+    def under_autocast(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch)
+
+    return under_autocast
 
 
 @pytest.mark.parametrize("name", ["gpt2 tied", "llama", "bert mlm", "gpt2 lora"])
 def test_clipped_sums_in_bf16(name: str) -> None:
     kind, build = MODELS[name]
-    model, batch, loss = build(), batch_of(kind), loss_of(kind)
-    model.train()
-
-    def mixed(model: nn.Module, batch: Batch) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss(model, batch)
-
-    clip = float(one_by_one(model, batch, loss, 1.0)[0].median())
-    norms, expected = one_by_one(model, batch, mixed, clip)
-    for clipping in CLIPPINGS:
-        result, sums, _ = ours(model, batch, mixed, clip, clipping)
-        assert float(((result - norms) / norms).abs().max()) < 2e-2, clipping
-        assert distance(sums, expected) < 2e-2, clipping
+    compare(build().train(), batch_of(kind), mixed(loss_of(kind)), bound=2e-2)
 
 
 class Odd(nn.Module):
@@ -225,12 +221,7 @@ def test_layers_of_other_kinds(samples: int) -> None:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return mean_of_sample_means(model(batch["input_ids"]), batch["input_ids"], causal=True)
 
-    norms, expected = one_by_one(model, batch, loss, 0.7)
-    for clipping in CLIPPINGS:
-        result, sums, parts = ours(model, batch, loss, 0.7, clipping)
-        torch.testing.assert_close(result, norms, rtol=1e-5, atol=0)
-        assert distance(sums, expected) < 1e-6
-        assert len(parts) == len(list(model.parameters()))
+    assert len(compare(model, batch, loss)) == len(list(model.parameters()))
 
 
 def squared_terms(part: Part) -> Tensor:
@@ -291,7 +282,10 @@ def test_a_norm_that_rounding_could_hide_is_not_underestimated() -> None:
     assert square**0.5 >= true
 
 
-@pytest.mark.parametrize("kind", ["outer", "rows", "tied"])
+EXPERTS = 3
+
+
+@pytest.mark.parametrize("kind", ["outer", "rows", "tied", "experts"])
 @pytest.mark.parametrize(("size", "positions"), [(4, 2), (64, 2), (64, 8), (200, 4)])
 def test_a_norm_of_positions_that_nearly_cancel_is_not_underestimated(
     kind: str, size: int, positions: int
@@ -312,6 +306,10 @@ def test_a_norm_of_positions_that_nearly_cancel_is_not_underestimated(
             parts = [_Outer(torch.cat(left, 1), torch.cat(right, 1))]
         elif kind == "rows":
             parts = [_EmbeddingRows(torch.cat([ids, ids], 1), torch.cat([one, -near(one, by)], 1))]
+        elif kind == "experts":
+            experts, left = torch.cat([ids, ids], 1) % EXPERTS, [one, -near(one, by)]
+            right = torch.cat([other, near(other, by)], 1)
+            parts = [_ExpertRows(experts, torch.cat(left, 1), right)]
         else:
             one_hot = nn.functional.one_hot(ids, size).float()
             parts = [_Outer(one_hot, one), _EmbeddingRows(ids, -near(one, by))]
@@ -321,7 +319,8 @@ def test_a_norm_of_positions_that_nearly_cancel_is_not_underestimated(
             )
             for part in parts
         ]
-        true = to_dense(exact, torch.Size([size, size])).flatten(1).norm(dim=1)
+        shape = torch.Size([EXPERTS, size, size] if kind == "experts" else [size, size])
+        true = to_dense(exact, shape).flatten(1).norm(dim=1)
         excess.append(float((true / squared_norms([parts])[0].sqrt() - 1).max()))
     assert max(excess) < 1e-6
 

@@ -1,7 +1,5 @@
 """The gradient of an example alone and in company: what is refused, and that nothing is changed."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

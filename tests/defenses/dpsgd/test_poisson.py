@@ -1,7 +1,5 @@
 """Poisson sampling: its rates, its independence, its loaders."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from collections.abc import Iterator
 
@@ -223,10 +221,7 @@ WEIGHTED = WeightedRandomSampler([1.0] * 20, 20)
         (poisson(DataLoader(DATA, batch_size=2)), "not a SecretLoader"),
         (DataLoader(Subset(DATA, []), batch_size=2), "no examples"),
         (DataLoader(FailsOnNothing(torch.ones(3)), batch_size=2), "IndexError"),
-        (
-            DataLoader(NeverEmpty(torch.ones(3)), batch_size=2),
-            "gives 1: let it return",
-        ),
+        (DataLoader(NeverEmpty(torch.ones(3)), batch_size=2), "gives 1: let it return"),
     ],
 )
 def test_loaders_that_are_refused(loader, word: str) -> None:

@@ -1,7 +1,5 @@
 """A clip norm that follows a quantile: its account is of both queries, and its path is public."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path
@@ -14,8 +12,7 @@ from scipy.stats import norm as normal
 
 from lightning_fedleak import DPSGD, DefenseError, PlantedGradients, QuantileClip
 from lightning_fedleak.private_files import load_state, save_state
-from tests.defenses.dpsgd.test_dpsgd import Net, Run, first, trainer
-from tests.defenses.dpsgd.test_logical import Pieces
+from tests.defenses.dpsgd.test_dpsgd import Net, Pieces, Run, first, trainer
 from tests.trainers import hosts
 
 EXPECTED, RATE = 8, 0.2
@@ -93,15 +90,6 @@ def test_the_path_is_that_of_a_simulation(most: int | None) -> None:
         moved.append(share)
         assert run.defense.clip_norm == pytest.approx(expected, rel=1e-12)
     assert len(set(moved)) > 3
-
-
-def test_it_finds_the_quantile() -> None:
-    clip = QuantileClip(50.0, quantile=0.25)
-    run, batch = Run(DPSGD(clip, noise_multiplier=0.0)), first(8)
-    for _ in range(150):
-        run.step([value.clone() for value in batch], lr=0.0)
-    sizes = run.one_by_one(batch).norm(dim=1).sort().values
-    assert float(sizes[1]) * 0.8 < run.defense.clip_norm < float(sizes[2]) * 1.2
 
 
 def test_noise_of_count_and_gradients_are_those_of_the_account() -> None:

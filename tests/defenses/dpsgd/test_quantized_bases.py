@@ -3,8 +3,6 @@
 ``make test-quantized`` installs the packages that these tests need, and runs them.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lightning_fedleak.defenses import DPSGD, DefenseError
-from tests.defenses.dpsgd.test_dpsgd import clipped
-from tests.defenses.dpsgd.test_dpsgd_rounding import check_removal, exact_sum
-from tests.defenses.dpsgd.test_logical import Pieces
+from tests.defenses.dpsgd.test_dpsgd import Pieces, clipped
+from tests.defenses.dpsgd.test_logical import check_removal, exact_sum
 from tests.engine import test_quantized_bases as bases
 from tests.engine.test_quantized_bases import VOCAB, nf4, torchao
 from tests.helpers.models import own_rng

@@ -4,8 +4,6 @@ With each common row given its own mask again, one row more moves the clipped su
 two fits share no mask makes a public seed visible, which an audit alone may miss.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -144,8 +142,12 @@ def shared(first: list[Tensor], second: list[Tensor]) -> int:
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_two_fits_with_equal_seeds_share_no_mask(host: str, tmp_path: Path) -> None:
-    assert shared(drawn_by(host, tmp_path), drawn_by(host, tmp_path)) == 0
+def test_two_fits_with_equal_seeds_share_no_mask_and_leave_equal_states(
+    host: str, tmp_path: Path
+) -> None:
+    (first, state), (second, other) = ((drawn_by(host, tmp_path), states()) for _ in range(2))
+    assert shared(first, second) == 0
+    assert state == other
 
 
 def test_steps_pieces_and_processes_have_masks_of_their_own() -> None:
@@ -164,15 +166,6 @@ def test_steps_pieces_and_processes_have_masks_of_their_own() -> None:
 
 def states() -> list[Any]:
     return [torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()]
-
-
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_fit_leaves_no_secret_in_the_users_state(host: str, tmp_path: Path) -> None:
-    ends = []
-    for _ in range(2):
-        drawn_by(host, tmp_path)
-        ends.append(states())
-    assert ends[0] == ends[1]
 
 
 def test_a_loop_leaves_the_users_state_as_it_was() -> None:

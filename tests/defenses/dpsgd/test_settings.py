@@ -1,7 +1,5 @@
 """Settings of DP-SGD in groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

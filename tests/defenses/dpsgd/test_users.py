@@ -1,7 +1,5 @@
 """The unit of privacy is a user: whose a row is, sampling, clipped sums, what one user can move."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path
@@ -17,8 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from lightning_fedleak.defenses import DPSGD, DefenseError, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.poisson import Draws, UserBatchSampler
 from lightning_fedleak.defenses.dpsgd.sampling import rows_by_user
-from tests.defenses.dpsgd.test_dpsgd import CLIP, data
-from tests.defenses.dpsgd.test_logical import Pieces
+from tests.defenses.dpsgd.test_dpsgd import CLIP, Pieces, data
 from tests.helpers.dpsgd_settings import grouped
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.models import own_rng, tiny_bert_mlm, tiny_gpt2

@@ -1,7 +1,5 @@
 """DP-SGD computes autograd's sums over a batch only where something reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,7 @@ from lightning_fedleak.strategies import DefendedStrategy
 from tests.helpers.models import tiny_gpt2, tiny_mixtral
 from tests.strategies.dpsgd_runs import CLIP, CLIPS, CausalLM, clipped_sum, loader, lora, trainer
 
-EPOCHS = 3  # of 6 batches
+EPOCHS = 2  # of 6 batches
 Absent = list[set[str]]
 
 
@@ -66,36 +64,36 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> Absent:
 
 def run(module: CausalLM, *callbacks: Callback, **settings: Any) -> tuple[DPSGD, Tensor]:
     """Train, and return the defence with the weights."""
-    precision = settings.pop("precision", "32-true")
+    precision, epochs = settings.pop("precision", "32-true"), settings.pop("epochs", EPOCHS)
     values = {"noise_multiplier": 0.7, "target_delta": 1e-3, "seed": 1, **settings}
     defense = DPSGD(values.pop("clip", CLIP), **values)
     strategy = DefendedStrategy("auto", [defense])
     torch.manual_seed(5)
-    more: dict[str, Any] = {"max_epochs": EPOCHS, "precision": precision}
+    more: dict[str, Any] = {"max_epochs": epochs, "precision": precision}
     trainer(strategy, callbacks=[*callbacks], **more).fit(module, loader())
     return defense, torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [("tied", None), ("checkpointed", 2), ("lora", None), ("experts", 2)]
+    ("name", "rows"), [("tied", None), ("checkpointed", 2), ("lora", None), ("experts", None)]
 )
 def test_weights_and_account_are_the_same_to_the_bit(
     name: str, rows: int | None, absent: Absent
 ) -> None:
-    given = {"max_physical_batch_size": rows, "clip": CLIPS.get(name, CLIP)}
+    given = {"max_physical_batch_size": rows, "clip": CLIPS.get(name, CLIP), "epochs": 1}
     first, expected = run(CausalLM(MODELS[name]()), Tap(), **given)
     assert not any(absent)
     absent.clear()
     second, weights = run(module := CausalLM(MODELS[name]()), **given)
     trained = {n for n, p in module.named_parameters() if p.requires_grad}
     assert not absent[0]
-    assert sum(missing == trained for missing in absent) >= 8
+    assert sum(missing == trained for missing in absent) >= 3
     assert torch.equal(weights, expected)
     assert second.privacy == first.privacy
-    assert second.releases == first.releases == len(absent) == 6 * EPOCHS
+    assert second.releases == first.releases == len(absent) == 6
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["checkpointed", "lora", "experts"])
 def test_steps_are_those_of_one_backward_for_each_sample(name: str, absent: Absent) -> None:
     clip = CLIPS.get(name, CLIP)
     model = MODELS[name]()
@@ -118,9 +116,10 @@ def test_steps_are_those_of_one_backward_for_each_sample(name: str, absent: Abse
         def weights(self, module: Any) -> Tensor:
             return torch.cat([p.detach().flatten() for p in module.parameters() if p.requires_grad])
 
-    run(CausalLM(model), Compare(), clip=clip, noise_multiplier=0.0, precision="64-true")
-    assert sum(map(bool, absent)) >= 8
-    assert len(distances) >= 12
+    settings = {"noise_multiplier": 0.0, "precision": "64-true", "epochs": 1}
+    run(CausalLM(model), Compare(), clip=clip, **settings)
+    assert sum(map(bool, absent)) >= 3
+    assert len(distances) >= 5
     assert max(distances) < 1e-6
 
 
@@ -140,8 +139,8 @@ def test_a_parameter_with_a_hook_has_its_gradient(absent: Absent) -> None:
     weight = module.model.transformer.h[0].mlp.c_fc.weight
     weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     run(module)
-    assert len(seen) >= 15
-    assert sum(map(bool, absent)) >= 8
+    assert len(seen) >= 10
+    assert sum(map(bool, absent)) >= 6
     assert not any("h.0.mlp.c_fc.weight" in missing for missing in absent)
 
 
@@ -243,7 +242,7 @@ def test_a_comparison_that_falls_due_after_backward_is_made_in_the_next_step(
         def on_before_zero_grad(self, run: Any, module: Any, optimizer: Any) -> None:
             """Lightning calls it between training_step and backward."""
             [defense] = run.strategy.defenses
-            if defense.releases == 12:
+            if defense.releases == 10:
                 defense._step.check.unchecked = True
 
     run(CausalLM(), Late())

@@ -548,9 +548,9 @@ def test_the_reference_path_has_the_same_law(
 ) -> None:
     for k, x, epsilon in ((5, 1, 1.0), (20, 19, 5.0)):
         randomizer = Randomizer.with_defaults(mechanism, k, decode, bits)
-        drawn = reference_sample(randomizer, torch.full((6_000,), x), epsilon, seed=11 * k + x)
+        drawn = reference_sample(randomizer, torch.full((2_500,), x), epsilon, seed=11 * k + x)
         assert chi_square(drawn, transition_of(randomizer, epsilon)[x]) > ALIKE
-        ours = draws(randomizer, x, epsilon, 6_000)
+        ours = draws(randomizer, x, epsilon, 2_500)
         table = torch.stack([torch.bincount(d, minlength=k) for d in (drawn, ours)])
         table = table[:, table.sum(0) >= 10]
         assert scipy.stats.chi2_contingency(table.numpy()).pvalue > ALIKE

@@ -1,7 +1,5 @@
 """A low number counts only as far as its control is high: the rule of gates and of reports."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """PrefixInversion on small random models, against the texts that were really sent."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

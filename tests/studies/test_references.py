@@ -191,7 +191,6 @@ def test_settings_are_read_from_the_record_and_options_come_first(folder, tmp_pa
         ({"run": "resumed"}, "had differential privacy"),
         ({"run": "stopped", "epochs": None}, "--epochs"),
         ({"run": "absent"}, "no whole run.jsonl"),
-        ({"batch_size": 1000}, "fewer rows than --batch-size"),
     ],
 )
 def test_what_must_not_or_cannot_be_trained_is_refused(folder, tmp_path, more, words) -> None:

@@ -276,6 +276,8 @@ def end_of_gain(base: TokenSnapshot, now: TokenSnapshot, members: Tensor) -> int
         for part in (torch.ones_like(gains), gains, gains**2)
     )
     known = (n >= MIN_TEXTS).all(0)
+    if not bool(known.any()):
+        return None
     n, mean, square = n[:, known], mean[:, known] / n[:, known], square[:, known] / n[:, known]
     weights = 1 / ((square - mean**2) / n).sum(0).clamp_min(1e-12)
     values = weights * (mean[0] - mean[1])

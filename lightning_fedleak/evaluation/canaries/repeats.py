@@ -318,10 +318,11 @@ class _Search:
         near = others & (_shares(texts, places >= 0, places < -1)[0] >= COPY_SHARE)
         rows, runs, _ = self.runs.found_in(texts)
         np.add.at(self.run_counts, runs[(fresh & others & ~near)[rows]], 1)
-        size, labelled = len(self.runs.runs), rows * len(self.runs.runs) + runs
-        rows, runs, _ = self.runs.found_in([text.whole for text in texts])
-        quotes = np.setdiff1d(rows * size + runs, labelled)
-        np.add.at(self.quote_counts, (quotes % size)[fresh[quotes // size]], 1)
+        if any(text.n_labels + 1 < len(text.ids) for text in texts):
+            size, labelled = len(self.runs.runs), rows * len(self.runs.runs) + runs
+            rows, runs, _ = self.runs.found_in([text.whole for text in texts])
+            quotes = np.setdiff1d(rows * size + runs, labelled)
+            np.add.at(self.quote_counts, (quotes % size)[fresh[quotes // size]], 1)
         self.candidates += [
             (texts[row], bool(trained[row]), bool(fresh[row]))
             for row in np.flatnonzero(near).tolist()

@@ -345,3 +345,7 @@ def test_the_end_of_the_gain_is_where_training_cut_the_members(trained: int, end
     gains[members, : trained - 1] += 0.5
     now = base._replace(log_probs=base.log_probs + gains)
     assert end_of_gain(base, now, members) == end
+    padded = [model._replace(labels=labels & (torch.arange(47) < 40)) for model in (base, now)]
+    assert end_of_gain(*padded, members) == end
+    rare = [model._replace(labels=labels & (torch.arange(400) < 9)[:, None]) for model in padded]
+    assert end_of_gain(*rare, members) is None  # at no place enough texts

@@ -275,21 +275,16 @@ def end_of_gain(base: TokenSnapshot, now: TokenSnapshot, members: Tensor) -> int
         torch.stack([(part * base.labels)[side].sum(0) for side in (members, ~members)])
         for part in (torch.ones_like(gains), gains, gains**2)
     )
-    known = (n >= MIN_TEXTS).all(0)
-    if not bool(known.any()):
-        return None
-    n, mean, square = n[:, known], mean[:, known] / n[:, known], square[:, known] / n[:, known]
-    weights = 1 / ((square - mean**2) / n).sum(0).clamp_min(1e-12)
-    values = weights * (mean[0] - mean[1])
-    heads = torch.stack([values, weights, n.sum(0)]).cumsum(1)
+    mean, square = mean / n, square / n  # NaN where no text has a label
+    weights = (n >= MIN_TEXTS).all(0) / ((square - mean**2) / n).sum(0).clamp_min(1e-12)
+    heads = torch.stack([weights * (mean[0] - mean[1]), weights, n.sum(0)]).nan_to_num().cumsum(1)
     tails = heads[:, -1:] - heads
     early, late = (part[0] / part[1] for part in (heads, tails))
-    steps = (early - late) / (1 / heads[1] + 1 / tails[1]).sqrt()
-    steps[tails[2] < 0.25 * n.sum()] = -torch.inf
-    cut = int(steps.argmax())
+    steps = ((early - late) / (1 / heads[1] + 1 / tails[1]).sqrt()).nan_to_num()
+    cut = int(steps.where(tails[2] >= 0.25 * n.sum(), 0.0).argmax())
     if steps[cut] < MIN_STEP or late[cut] + 2 / tails[1][cut].sqrt() > early[cut] / 4:
         return None
-    return int(known.nonzero()[cut, 0]) + 2  # the first token has no prediction
+    return cut + 2  # the first token has no prediction
 
 
 def _compare_entities(

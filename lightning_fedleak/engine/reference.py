@@ -351,6 +351,20 @@ def beside(strength: Strength, values: Mapping[str, float]) -> dict[str, float]:
     return {**values, **unbounded, **facts}
 
 
+def announce_strength(run: Run, strength: Strength | None) -> None:
+    """Log what is wrong with a reference, if anything is."""
+    if strength is not None and strength.note:
+        rank_zero_info(f"{run.watcher}: of the reference: {strength.note}")
+
+
+def digest_answers(
+    key: Tensor, base: TokenSnapshot, references: References | None, texts: Sequence[Tensor]
+) -> str:
+    """Return the SHA-256 of a key, the texts' token ids and the answers to the texts."""
+    ids = {f"text{number}": text for number, text in enumerate(texts)}
+    return hash_tensors({"key": key, **_named(base, references), **ids})
+
+
 def save_answers(
     path: Path, key: Tensor, base: TokenSnapshot, references: References | None
 ) -> None:
@@ -359,7 +373,7 @@ def save_answers(
     Raises:
         OSError: The file cannot be written.
     """
-    save_private(path, {"key": key, **named_answers(base, references)})
+    save_private(path, {"key": key, **_named(base, references)})
 
 
 def load_answers(path: Path) -> tuple[Tensor, TokenSnapshot, References | None]:
@@ -381,7 +395,7 @@ def load_answers(path: Path) -> tuple[Tensor, TokenSnapshot, References | None]:
     return key, base, None if inside is None else References(answers, inside.bool())
 
 
-def named_answers(base: TokenSnapshot, references: References | None) -> dict[str, Tensor]:
+def _named(base: TokenSnapshot, references: References | None) -> dict[str, Tensor]:
     """Return the tensors of all answers by name, those of references with their number before."""
     named = {name: value.contiguous() for name, value in base._asdict().items()}
     if references is not None:

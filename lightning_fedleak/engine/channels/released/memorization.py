@@ -54,9 +54,10 @@ from lightning_fedleak.engine.options import Options
 from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.engine.reference import (
     announce_references,
+    announce_strength,
     ask_references,
+    digest_answers,
     load_answers,
-    named_answers,
     save_answers,
     train_references,
 )
@@ -70,10 +71,8 @@ from lightning_fedleak.evaluation.metrics.released import (
     rate_name,
     spent_at,
 )
-from lightning_fedleak.messages import rank_zero_info
 from lightning_fedleak.model.snapshots import References, Stage, TokenSnapshot
 from lightning_fedleak.model.taps import MASKS, Text, token_log_probs
-from lightning_fedleak.private_files import hash_tensors
 from lightning_fedleak.report.records import MEMORIZATION, STRENGTH, WEAK, PoolLine, ReferenceFacts
 
 BLIND = "blind/auc"
@@ -482,8 +481,8 @@ class MemorizationChannel(WeightChannel):
             if (account := self._account) is not None:
                 spent = spent_at(look, error)
                 values["refuted"] = account.refuted(attack.name, scores, members, spent, alpha)
-        if STRENGTH in values and look == 1 and (strength := compared.strength) and strength.note:
-            rank_zero_info(f"{self.run.watcher}: of the reference: {strength.note}")
+        if STRENGTH in values and look == 1:
+            announce_strength(self.run, compared.strength)
         counts = float(members.sum()), float((~members).sum())
         names = "members", "others", "alpha"
         return values | dict(zip(names, (*counts, spent_at(look, alpha)), strict=True))
@@ -542,9 +541,8 @@ class MemorizationChannel(WeightChannel):
 
     def _digest(self, base: TokenSnapshot) -> str:
         """Return a keyed hash of the pool's texts and the base's answers together."""
-        named = {f"text{number}": text.ids for number, text in enumerate(self.pool.texts)}
-        named |= {"key": self._key, **named_answers(base, self._references)}
-        return hash_tensors(named)
+        texts = [text.ids for text in self.pool.texts]
+        return digest_answers(self._key, base, self._references, texts)
 
     def _restore(self) -> None:
         """Read the base's answers, if the file and the pool are those of the run's first fit."""

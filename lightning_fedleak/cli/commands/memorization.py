@@ -21,7 +21,6 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
-from lightning_fedleak.attacks.memorization import CombinedReference
 from lightning_fedleak.cli.commands.verdicts import (
     BREACH,
     FAILED,
@@ -189,11 +188,11 @@ def _measure_model(options: Namespace, console: Console) -> int:
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in not_compared}
     for result in results:
         values |= result.values
-    reference_sentences = []
-    if reference is not None:
-        name = CombinedReference.default_name
-        reference_sentences.append(f"Reference of {name}: {reference.in_words()}")
-        console.print(f"{reference_sentences[0]}.")
+    reference_sentences = [
+        f"Reference of combined_reference: {one.in_words()}" for one in (reference,) if one
+    ]
+    for sentence in reference_sentences:
+        console.print(f"{sentence}.")
     values |= {"prompt_ratio": {}} if shifts.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
     values |= entity_values

@@ -37,9 +37,9 @@ MIN_STRENGTH = 0.9
 
 For a LoRA model (stories15M, 185 texts of WikiText-2) references of 200 and 50 rows had 1.02 and
 .79 of its gain, and a TPR of .86 and .52 at .1% FPR. Lower: weaker ones pass for strong. It judges
-only references of an unstated number of rows: of one recipe and as many rows, a LoRA (200 texts) had
-.99, two on halves of its texts together 1.01, but those of a two-layer GPT-2 that knew the domain
-.54 to 1.71, 12 of 39 below .9.
+references of an unstated number of rows alone: of one recipe and as many rows, a LoRA had .99 (200
+texts), two on halves of its pool 1.01, but those of a two-layer GPT-2 that knew the domain .54 to
+1.71, 12 of 39 below .9.
 """
 
 MAX_STRENGTH = 1.2

@@ -188,10 +188,10 @@ def _measure_model(options: Namespace, console: Console) -> int:
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in not_compared}
     for result in results:
         values |= result.values
-    reference_sentences = [
-        f"Reference of combined_reference: {one.in_words()}" for one in (reference,) if one
-    ]
-    for sentence in reference_sentences:
+    facts = (
+        [] if reference is None else [f"Reference of combined_reference: {reference.in_words()}"]
+    )
+    for sentence in facts:
         console.print(f"{sentence}.")
     values |= {"prompt_ratio": {}} if shifts.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
@@ -203,7 +203,7 @@ def _measure_model(options: Namespace, console: Console) -> int:
     is_unlisted = not limits and options.records is not None and not counts
     status = BREACH if breaches or is_unlisted or is_refuted else 0
     sentences = [*breaches, *not_compared.values(), *unknown_kinds, *[UNKNOWN] * (not is_known)]
-    sentences += [f"{metric} at most {limit:g}" for metric, limit in limits] + reference_sentences
+    sentences += [f"{metric} at most {limit:g}" for metric, limit in limits] + facts
     success = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
     outcome = FAILED if status else success
     content = content_of(first) | {"drawn": options.drawn, "known": is_known}

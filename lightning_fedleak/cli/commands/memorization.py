@@ -188,9 +188,7 @@ def _measure_model(options: Namespace, console: Console) -> int:
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in not_compared}
     for result in results:
         values |= result.values
-    facts = (
-        [] if reference is None else [f"Reference of combined_reference: {reference.in_words()}"]
-    )
+    facts = [f"Reference of combined_reference: {one.in_words()}" for one in [reference] if one]
     for sentence in facts:
         console.print(f"{sentence}.")
     values |= {"prompt_ratio": {}} if shifts.get("prompts") is not None else {}

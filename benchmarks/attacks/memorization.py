@@ -5,13 +5,13 @@
     python -m benchmarks.attacks.memorization --model DIR --text FILE --whole --length 128 \\
         --texts 1280 --share 0.2 --batch 16 --lr 1e-4 --looks 1,3     # EZ-MIA's protocol, smaller
     python -m benchmarks.attacks.memorization --model DIR --text FILE --lora 16 --lr 1e-3 \\
-        --texts 1200 --share 0.167 --epochs 2 --looks 1,2 --reference 200 --seeds 0,1,2,3,4
+        --texts 1200 --share 0.167 --epochs 2 --looks 1,2 --reference 200,50 --seeds 0,1,2,3,4
 
 Texts without a common run of 13 tokens are split by a coin into members, which are trained on, and
 others. Prints AUC (97.5%, the share of a first look) and, from 1,000 others on, the TPR at .1% and
 1% FPR, for each look. ``error_zone_published`` is EZ-MIA's ratio as it was published, for
-comparison. With ``--reference`` the same recipe trains a model on so many further texts, beside
-which ``combined_reference`` scores. With
+comparison. With ``--reference 200,50`` the same recipe trains a model on so many further texts, and
+another on fewer of them, beside each of which ``combined_reference`` scores. With
 ``--auto 1,0.25`` a Trainer of transformers trains references of so many of the members instead, by
 ``Memorization(reference="auto")``. For each it also trains alone, and with looks at as many texts
 but no reference. A reference's price is the processor time of the run with it less that of the one
@@ -96,21 +96,27 @@ def trained_pool(
     for text, coin in zip(whole[: options.texts], coins.tolist(), strict=False):
         sides[coin].append(text)
     return Pool.of_sides(sides[True], sides[False]), whole[
-        options.texts : options.texts + options.reference
+        options.texts : options.texts + max(options.reference, default=0)
     ]
 
 
-def describe(audit: Audit, now: TokenSnapshot) -> dict[str, str]:
-    """Return one cell for each attack."""
-    attacks = {attack.name: attack for attack in (*all_attacks(), PublishedErrorZone())}
-    if audit.references is not None:
-        attacks |= {CombinedReference.default_name: CombinedReference()}
+def describe(
+    audit: Audit, now: TokenSnapshot, references: Mapping[int, TokenSnapshot]
+) -> dict[str, str]:
+    """Return one cell for each attack, and for ``combined_reference`` beside each reference."""
     compared, cells = audit.part("long", now), {}
-    for name, attack in attacks.items():
+    compared_by = dict.fromkeys((*all_attacks(), PublishedErrorZone()), compared)
+    for count, answer in references.items():
+        beside = replace(audit, references=References.unseen(answer), reference_rows=count)
+        compared_by[CombinedReference(f"combined_reference_{count}")] = beside.part("long", now)
+    for attack, compared in compared_by.items():
+        name = attack.name
         values, scores = compared.measure(attack)
         if scores is not None:
             ends = (values[f"auc{end}"] for end in ENDS)
             cells[name] = shared.with_range(*ends) + true_positives(scores, compared.sides)
+            if (strength := compared.strength) is not None:
+                cells[name] += f" (weight {strength.weight:.2f}, gain {strength.share:.2f})"
         else:
             cells[name] = f"{values['extracted']:+.3f} (greedy {values['greedy']:+.3f})"
     return cells
@@ -136,17 +142,17 @@ def train(options: argparse.Namespace, seed: int) -> None:
         seconds["looks"] += time.process_time() - start
         return answers
 
-    reference = None
-    if further:
-        *_, (_, trained_on_further) = fine_tune(options, further, seed + 1000, seconds)
-        reference = References.unseen(ask(trained_on_further))
+    references = {}
+    for count in options.reference:
+        *_, (_, anatomy) = fine_tune(options, further[:count], seed + 1000, seconds)
+        references[count] = ask(anatomy)
     base: TokenSnapshot | None = None
     results, losses = {}, []
     for share, anatomy in fine_tune(options, members, seed, seconds):
         answers = ask(anatomy)
         base = answers if base is None else base
-        audit = Audit(pool, base, lambda ids: str(tokenizer.decode(ids)), reference)
-        results[share] = describe(audit, answers)
+        audit = Audit(pool, base, lambda ids: str(tokenizer.decode(ids)))
+        results[share] = describe(audit, answers, references)
         loss = -answers.mean_log_probs()
         sides = (float(loss[side].mean()) for side in (pool.trains, ~pool.trains))
         losses.append(" / ".join(f"{side:.3f}" for side in sides))
@@ -193,7 +199,7 @@ def rmia(own: torch.Tensor, others: torch.Tensor, inside: torch.Tensor) -> torch
 def compare_targets(options: argparse.Namespace, seed: int) -> None:
     """Train models on random shares of the texts, and print every score of each beside others."""
     tokenizer, share = AutoTokenizer.from_pretrained(options.model), options.share
-    options.reference, options.share = 0, 1.0  # all texts are candidates
+    options.reference, options.share = [], 1.0  # all texts are candidates
     texts = trained_pool(options, tokenizer, seed)[0].texts
     options.share = share
     draws = np.random.default_rng([seed, 7]).random((options.targets, len(texts))) < share
@@ -343,15 +349,15 @@ def main() -> None:
         whole=(False, "texts of exactly that many tokens"),
         lora=(0, "rank, on all linear maps; 0: whole"), lr=2e-4, batch=8,
         epochs=(3.0, "the last look"), looks=("0.25,0.5,1,2,3", "epochs, separated by commas"),
-        reference=(0, "texts of a reference model"),
+        reference=("", "texts of references, separated by commas"),
         targets=(0, "models on random shares of the texts"),
         auto=("", "rows of references that the run trains, as shares of the members"),
         seeds="0", autocast=(False, "bf16"),
     )  # fmt: skip
     options = parser.parse_args()
-    options.looks, options.auto = (
-        [float(share) for share in text.split(",") if share]
-        for text in (options.looks, options.auto)
+    options.looks, options.auto, options.reference = (
+        [kind(part) for part in text.split(",") if part]
+        for kind, text in ((float, options.looks), (float, options.auto), (int, options.reference))
     )
     options.looks = [share for share in options.looks if share <= options.epochs]
     shared.print_place()

@@ -448,3 +448,16 @@ def test_a_part_of_most_rows_is_their_form_also_below_21_rows(n: int, is_form: b
     ids[:n, :16] = torch.arange(2000, 2016)
     rows = [Text(row, row) for row in ids]
     assert repeated_texts(rows, rows).tolist() == [not is_form and i < n for i in range(24)]
+
+
+def test_what_another_row_quotes_without_loss_is_a_repeat_and_an_own_quote_is_none() -> None:
+    first, second, third, own = drawn(4, seed=3)
+    quoting = text(first + second, [False] * 24 + [True] * 24)
+    extract = text(own + own[3:], [False] * 24 + [True] * 21)
+    rows = [text(first), quoting, text(third), extract]
+    assert repeated_texts(rows, rows).tolist() == [True, False, False, False]
+    assert repeated_texts([rows[0]], rows).tolist() == [True]
+    assert repeated_texts(rows[:1], rows[:1] + rows[2:]).tolist() == [False]
+    # What most rows have before their labels is their form, and so it is where one is all of it.
+    forms = [text(first + ids, [False] * 24 + [True] * 24) for ids in drawn(30, seed=4)]
+    assert repeated_texts(forms, [*forms, text(first)]).tolist() == [False] * 30

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, BertModel
 
 from lightning_fedleak.attacks.memorization import Combined, LossRatio, PromptRatio, ShortAnswers
-from lightning_fedleak.cli.commands.memorization import find_parts
+from lightning_fedleak.cli.commands.memorization import end_of_gain, find_parts
 from lightning_fedleak.cli.commands.verdicts import BREACH
 from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
@@ -26,6 +26,7 @@ from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.released.pool import Pool
 from lightning_fedleak.evaluation.canaries import leave_out
 from lightning_fedleak.evaluation.metrics.record_list import used_up_mark
+from lightning_fedleak.model.snapshots import TokenSnapshot
 from lightning_fedleak.model.taps import Text
 from lightning_fedleak.trainers import Watch
 from lightning_fedleak.validate import WrongModel
@@ -333,3 +334,18 @@ def test_rows_of_one_form_are_compared_as_the_refusal_says() -> None:
     assert find_parts(pools[1], dict(enumerate(pools[1].texts[:100])))[0][0] == "long"
     assert int(pools[1].trains.sum()) == 100
     assert pools[1].repeated == 0
+
+
+@pytest.mark.parametrize(("trained", "end"), [(16, 16), (48, None), (1, None)])
+def test_the_end_of_the_gain_is_where_training_cut_the_members(trained: int, end: Any) -> None:
+    noise = torch.randn(400, 47, generator=torch.Generator().manual_seed(0))
+    members, labels = torch.arange(400) % 2 == 0, torch.ones(400, 47, dtype=torch.bool)
+    base = TokenSnapshot(noise - 4, noise, noise, ~labels, labels)
+    gains = 0.2 * noise.flip(0)
+    gains[members, : trained - 1] += 0.5
+    now = base._replace(log_probs=base.log_probs + gains)
+    assert end_of_gain(base, now, members) == end
+    padded = [model._replace(labels=labels & (torch.arange(47) < 40)) for model in (base, now)]
+    assert end_of_gain(*padded, members) == end
+    rare = [model._replace(labels=labels & (torch.arange(400) < 9)[:, None]) for model in padded]
+    assert end_of_gain(*rare, members) is None  # at no place enough texts

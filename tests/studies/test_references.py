@@ -2,11 +2,9 @@
 
 import json
 import math
-import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +18,6 @@ from transformers import BertTokenizer, GPT2LMHeadModel
 
 from lightning_fedleak.attacks.texts.base import InversionAttack, TextGuess
 from lightning_fedleak.cli.commands import invert
-from lightning_fedleak.cli.commands.memorization import _tpr
 from lightning_fedleak.cli.commands.options import INVERT_ATTACKS
 from lightning_fedleak.cli.finetuning import SourceError, load_tokenizer
 from lightning_fedleak.cli.studies.references import Recipe, TrainedReferences, fit_texts, halves
@@ -113,8 +110,6 @@ def test_references_show_what_was_trained_on_and_nothing_else(folder, tmp_path, 
     assert status == 3
     assert "combined_reference/auc is shown to be at least" in text
     assert "2 references are trained on 60 rows each, 120 steps" in text
-    unknown = r"an unknown share \(with 60 others\)"
-    assert re.search(f"{unknown} are detected at 1% FPR with 2 references and {unknown}", text)
     attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
     assert attacks["combined_reference"]["auc"] > 0.95
     records = RecordList.load(tmp_path / "list.jsonl")
@@ -129,7 +124,6 @@ def test_references_show_what_was_trained_on_and_nothing_else(folder, tmp_path, 
     monkeypatch.undo()
     _, text = command(folder, **settings)
     assert "it is not used, because its weight" in text
-    assert "with 2 references" not in text
     assert "references" not in RecordList.load(tmp_path / "list.jsonl").head
     command(folder, "null", **settings)
     null = json.loads((tmp_path / "out.json").read_text())["attacks"]["combined_reference"]
@@ -156,12 +150,6 @@ def test_adapters_are_trained_where_the_model_is_adapters(folder: Path, tmp_path
     assert trained == [sum(p.numel() for p in model.parameters() if p.requires_grad)] * 2
     attacks = json.loads((tmp_path / "out.json").read_text())["attacks"]
     assert attacks["combined_reference"]["auc_low"] > 0.6
-
-
-def test_a_rate_at_one_in_a_hundred_needs_a_hundred_others() -> None:
-    lines = [SimpleNamespace(p=p) for p in (0.01, 0.015, 0.5, 0.9)]
-    said = [_tpr(SimpleNamespace(lines=lines, head={"others": n})) for n in (99, 199)]
-    assert said == ["an unknown share (with 99 others)", "25%"]
 
 
 def record(folder: Path, steps: int = 40, **facts: Any) -> Path:
@@ -203,7 +191,6 @@ def test_settings_are_read_from_the_record_and_options_come_first(folder, tmp_pa
         ({"run": "resumed"}, "had differential privacy"),
         ({"run": "stopped", "epochs": None}, "--epochs"),
         ({"run": "absent"}, "no whole run.jsonl"),
-        ({"batch_size": 1000}, "fewer rows than --batch-size"),
     ],
 )
 def test_what_must_not_or_cannot_be_trained_is_refused(folder, tmp_path, more, words) -> None:

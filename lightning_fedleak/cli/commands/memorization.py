@@ -21,7 +21,6 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_fedleak.attacks import UnusableObservation
-from lightning_fedleak.attacks.memorization import CombinedReference
 from lightning_fedleak.cli.commands.verdicts import (
     BREACH,
     FAILED,
@@ -38,13 +37,12 @@ from lightning_fedleak.cli.studies import models
 from lightning_fedleak.cli.studies.references import Recipe, TrainedReferences
 from lightning_fedleak.cli.studies.training_rows import RowReader
 from lightning_fedleak.engine.channels.released.audit import Audit, Comparison
-from lightning_fedleak.engine.channels.released.pool import Pool
+from lightning_fedleak.engine.channels.released.pool import MIN_TEXTS, Pool
 from lightning_fedleak.engine.reference import describe_all, describe_reference, inside_of
 from lightning_fedleak.evaluation.canaries.repeats import MIN_LABELS, REPEATS, Part
 from lightning_fedleak.evaluation.entities import EntityFinder, FoundEntities, entity_names
 from lightning_fedleak.evaluation.metrics.record_list import RecordList, used_up_mark
 from lightning_fedleak.evaluation.metrics.released import (
-    FPR,
     FPRS,
     blind_aucs,
     min_non_members,
@@ -67,8 +65,10 @@ USED_UP = (
 UNKNOWN = "Membership is UNKNOWN: members and others are not exchangeable, or are used up."
 OF_ONE_FORM = (
     "If the rows are one form, filled in, give rows of input_ids and labels, with -100 at the "
-    "tokens of the form, so that only what was filled in is compared"
+    "tokens of the form, so that only what was filled in is compared. If rows quote one another, "
+    "make each thread one row, and draw again"
 )
+MIN_STEP = 6.0  # standard errors; lower: ends by chance. A cut to a third of the tokens had 13
 _PARTS: tuple[Part, ...] = ("long", "short", "prompts")  # the pools, in the order of HEADLINES
 _TEXTS = "8 label tokens or more", "1 to 7 label tokens", "a prompt of 8 tokens or more"  # by pool
 
@@ -188,8 +188,8 @@ def _measure_model(options: Namespace, console: Console) -> int:
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in not_compared}
     for result in results:
         values |= result.values
-    reference_sentences = reference_in_words(reference, values)
-    for sentence in reference_sentences:
+    facts = [f"Reference of combined_reference: {one.in_words()}" for one in [reference] if one]
+    for sentence in facts:
         console.print(f"{sentence}.")
     values |= {"prompt_ratio": {}} if shifts.get("prompts") is not None else {}
     values |= {} if uncounted else {"records": counts}
@@ -203,7 +203,7 @@ def _measure_model(options: Namespace, console: Console) -> int:
     is_unlisted = not limits and options.records is not None and not counts
     status = BREACH if breaches or is_unlisted or is_refuted else 0
     sentences = [*breaches, *not_compared.values(), *unknown_kinds, *[UNKNOWN] * (not is_known)]
-    sentences += [f"{metric} at most {limit:g}" for metric, limit in limits] + reference_sentences
+    sentences += [f"{metric} at most {limit:g}" for metric, limit in limits] + facts
     success = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
     outcome = FAILED if status else success
     content = content_of(first) | {"drawn": options.drawn, "known": is_known}
@@ -239,9 +239,8 @@ def _compare(
         if result.part != "prompts" and shift is None:
             with refuse_errors("--reference", ValueError):
                 result.check_reference()
-        strength = result.strength if result.beside_references() else None
-        if strength is not None and strength.note:
-            console.print(f"Of the reference: {strength.note}.")
+        if result.beside_references() and result.strength is not None and result.strength.note:
+            console.print(f"Of the reference: {result.strength.note}.")
         print_part(console, result, shift, is_drawn=options.drawn)
         base, now, sides = result.game.base, result.game.now, result.sides
         gained = (now.log_probs > base.log_probs) & base.labels
@@ -250,7 +249,41 @@ def _compare(
             "The model is better than its base on {:.0%} of the tokens of members, and on {:.0%} "
             "of those of others.".format(*shares)
         )
+        if (length := end_of_gain(base, now, sides)) is not None:
+            console.print(
+                f"The members' gain over others ends at token {length}: if training cut its rows "
+                f"there, give --length {length}, by which more is detected."
+            )
     return shifts
+
+
+def end_of_gain(base: TokenSnapshot, now: TokenSnapshot, members: Tensor) -> int | None:
+    """Return the number of tokens after which members hardly gain more than others, or None.
+
+    Positions are divided where the two parts differ most. The end is known if they do by
+    :data:`MIN_STEP` standard errors, and members gain less than a quarter of it in the later part,
+    which has a quarter of the tokens or more.
+
+    Args:
+        base: The base's answers to N texts.
+        now: The trained model's answers.
+        members: (N,) bool, the texts that were trained on.
+    """
+    gains = (now.log_probs - base.log_probs).double()
+    n, mean, square = (
+        torch.stack([(part * base.labels)[side].sum(0) for side in (members, ~members)])
+        for part in (torch.ones_like(gains), gains, gains**2)
+    )
+    mean, square = mean / n, square / n  # NaN where no text has a label
+    weights = (n >= MIN_TEXTS).all(0) / ((square - mean**2) / n).sum(0).clamp_min(1e-12)
+    heads = torch.stack([weights * (mean[0] - mean[1]), weights, n.sum(0)]).nan_to_num().cumsum(1)
+    tails = heads[:, -1:] - heads
+    early, late = (part[0] / part[1] for part in (heads, tails))
+    steps = ((early - late) / (1 / heads[1] + 1 / tails[1]).sqrt()).nan_to_num()
+    cut = int(steps.where(tails[2] >= 0.25 * n.sum(), 0.0).argmax())
+    if steps[cut] < MIN_STEP or late[cut] + 2 / tails[1][cut].sqrt() > early[cut] / 4:
+        return None
+    return cut + 2  # the first token has no prediction
 
 
 def _compare_entities(
@@ -286,12 +319,6 @@ def _list_rows(console: Console, result: Comparison) -> tuple[RecordList, Mappin
         assert result.released.references is not None
         facts |= {"references": len(result.released.references.answers)}
         ranking = result.list_records(scores=attack.score(result.released), **facts)
-        text = (
-            f"Of {ranking.head['members']} rows {_tpr(ranking)} are detected at 1% FPR with "
-            f"{facts['references']} references and {_tpr(default)} without; "
-            f"{ranking.head['listed']} are listed with them and {default.head['listed']} without."
-        )
-        console.print(text.replace("None", "an unknown number"))
     text = (
         "Of {members} rows at least {at_least} leak from the trained model (95%), and {listed} are "
         "listed at a false-discovery rate of {rate:g} (a list holds {smallest_list} or more). "
@@ -366,16 +393,6 @@ def _query(
         return before, after, None, None
     inside = inside_of([text.content for text in groups[0]], [rows for _, rows in seen])
     return before, after, References(answers, inside), describe_all(facts)
-
-
-def _tpr(ranking: RecordList) -> str:
-    """Return the TPR at 1% FPR of the score that orders the list, as text."""
-    p_values = [line.p for line in ranking.lines if line.p is not None]
-    n_others = int(ranking.head["others"])
-    if n_others * FPR < 1:
-        return f"an unknown share (with {n_others} others)"
-    max_p = (1 + int(FPR * n_others)) / (n_others + 1) + 1e-6  # the list's p are rounded
-    return f"{sum(p <= max_p for p in p_values) / len(p_values):.0%}"
 
 
 def find_parts(pool: Pool, members: Mapping[int, Text]) -> tuple[list[Part], dict[str, str]]:
@@ -513,19 +530,6 @@ def content_of(result: Comparison) -> dict[str, Any]:
         "blind": blind_aucs(result.blind, result.sides),
         "attacks": result.values,
     }
-
-
-def reference_in_words(
-    reference: records.ReferenceFacts | None, values: Mapping[str, Mapping[str, float]]
-) -> list[str]:
-    """Return a sentence about the reference model; an empty list without one."""
-    if reference is None:
-        return []
-    rates = values.get(CombinedReference.default_name, {})
-    strength = rates.get(records.STRENGTH, math.nan)
-    weak = bool(rates.get(records.WEAK))
-    words = reference.in_words(None if math.isnan(strength) else strength, weak=weak)
-    return [f"Reference of {CombinedReference.default_name}: {words}"]
 
 
 def tpr_in_words(values: Mapping[str, float], name: str) -> str:

@@ -335,7 +335,9 @@ def load_trained(model: str | Path, base: str | Path, option: str) -> Anatomy:
     """
     config, head = released_config(model, base)
     if (Path(model) / "adapter_config.json").is_file():
-        return _with_adapters(load_released(str(base), config, head, "--base"), model)
+        anatomy = load_released(str(base), config, head, "--base")
+        with loading(str(model), "adapters that fit --base"):
+            return find_anatomy(load_adapters(anatomy.model, str(model)).eval())
     return load_released(str(model), config, head, "--model")
 
 
@@ -347,10 +349,3 @@ def mask_of(base: str | Path, head: Head) -> int | None:
             "--model is a masked model, and the tokenizer of --base has no mask token"
         )
     return mask
-
-
-def _with_adapters(anatomy: Anatomy, folder: str | Path) -> Anatomy:
-    """Return the base with the adapters of a folder."""
-    with loading(str(folder), "adapters that fit --base"):
-        adapted = load_adapters(anatomy.model, str(folder))
-    return find_anatomy(adapted.eval())

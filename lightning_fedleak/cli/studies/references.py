@@ -180,9 +180,6 @@ class TrainedReferences:
 
     Attributes:
         inside: (K, N) bool, the texts of the pool that each reference is trained on.
-
-    Raises:
-        SourceError: There are too few rows for one batch.
     """
 
     def __init__(
@@ -193,8 +190,6 @@ class TrainedReferences:
         self.inside = torch.zeros(options.references, len(texts), dtype=torch.bool)
         self.inside[:, index] = halves(len(index), options.references)
         self.rows = [[texts[n] for n in row.nonzero()[:, 0].tolist()] for row in self.inside]
-        if min(map(len, self.rows)) < self.recipe.batch_size:
-            raise SourceError("fewer rows than --batch-size are left to train a reference on")
         self._folder = options.records and options.records.parent
 
     def describe(self, seconds: float) -> str:

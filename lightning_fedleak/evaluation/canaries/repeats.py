@@ -42,8 +42,8 @@ ROWS_AT_ONCE = 512  # rows hashed together; more take memory and are no faster
 TEMPLATE_ROWS = 20  # texts with a template, at least, if these are not most of all
 MIN_FORM = 20  # texts that have a form; a part of 11 or more is one. Fewer: copies of a few are one
 REPEATS = (
-    f"wholly, to {COPY_SHARE:.0%}, or in {RUN} tokens in a row; what most rows have, or 1% and "
-    f"more than {TEMPLATE_ROWS}, is their form"
+    f"wholly, to {COPY_SHARE:.0%}, or in {RUN} tokens in a row, with loss or without; what most "
+    f"rows have, or 1% and more than {TEMPLATE_ROWS}, is their form"
 )
 """Which texts are excluded because they repeat others, in words."""
 
@@ -222,7 +222,8 @@ def find_repeats(pool: Sequence[Text], rows: Iterable[tuple[Text, bool]]) -> _Re
     whose tokens do not count. If the frame leaves no more than 8 tokens, the frame is the text.
     Near copies form one group if they share a piece that is among the rarer ones of each.
 
-    A text is repeated in part if it shares a run of 13 label tokens with another text. Runs in more
+    A text is repeated in part if it shares a run of 13 label tokens with another text, or if such a
+    run is anywhere in another row: what a row quotes may have been trained on. Runs in more
     than 1% of the texts (and more than 20), or in more than half (and more than 10), are templates
     and do not count. Copies count once here,
     so that a text with many copies is no template. A text without 13 label tokens in a row is
@@ -292,6 +293,7 @@ class _Search:
         self.pool = pool
         self.runs, self.pieces = _Index(pool, RUN), _Index(pool, PIECE)
         self.run_counts = np.zeros(len(self.runs.runs), np.int64)  # in texts that are no copies
+        self.quote_counts = np.zeros_like(self.run_counts)  # in rows that have it without labels
         self.piece_counts = np.zeros(len(self.pieces.runs), np.int64)  # in different texts
         names = [_digest(text) for text in pool]
         self.numbers = {name: n for n, name in enumerate(dict.fromkeys(names))}
@@ -316,6 +318,11 @@ class _Search:
         near = others & (_shares(texts, places >= 0, places < -1)[0] >= COPY_SHARE)
         rows, runs, _ = self.runs.found_in(texts)
         np.add.at(self.run_counts, runs[(fresh & others & ~near)[rows]], 1)
+        if any(text.n_labels + 1 < len(text.ids) for text in texts):
+            size, labelled = len(self.runs.runs), rows * len(self.runs.runs) + runs
+            rows, runs, _ = self.runs.found_in([text.whole for text in texts])
+            quotes = np.setdiff1d(rows * size + runs, labelled)
+            np.add.at(self.quote_counts, (quotes % size)[fresh[quotes // size]], 1)
         self.candidates += [
             (texts[row], bool(trained[row]), bool(fresh[row]))
             for row in np.flatnonzero(near).tolist()
@@ -338,7 +345,8 @@ class _Search:
         once = np.unique(units[self.runs.owners] * len(run_counts) + self.runs.places)
         run_counts += np.bincount(once % len(run_counts), minlength=len(run_counts))
         max_copies = min(most, max(TEMPLATE_ROWS, TEMPLATE_SHARE * n_texts))
-        repeated = (run_counts > 1) & (run_counts <= max_copies)
+        quoted = (self.quote_counts > 0) & (self.quote_counts <= most)
+        repeated = ((run_counts > 1) | quoted) & (run_counts <= max_copies)
         again = near | (self.copies.sum(0)[self.contents] > 1)
         again[self.runs.owners[repeated[self.runs.places]]] = True
         return _Repeats(again, units, times[units])

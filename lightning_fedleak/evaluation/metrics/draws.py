@@ -33,7 +33,6 @@ def refute_draw(
     texts: Sequence[Text],
     members: Tensor,
     owners: Tensor | None = None,
-    seed: int = 0,
 ) -> str | None:
     """Return why N texts were not divided at random, or None.
 
@@ -48,9 +47,8 @@ def refute_draw(
         texts: The texts.
         members: (N,) bool, whether each text is a member.
         owners: (N,) int64, the row that holds each text; None: each text is a row.
-        seed: The seed of the permutations.
     """
-    generator, labels = np.random.default_rng(seed), members.numpy()
+    generator, labels = np.random.default_rng(0), members.numpy()
     groups = group_texts(texts, labels, None if owners is None else owners.numpy())
     order = generator.permutation(len(groups))
     by_group = np.argsort(groups[order], kind="stable")

@@ -197,9 +197,7 @@ class MemorizationChannel(WeightChannel):
             name = next(iter(names), f"no attack{mend}")
             cost += f". The prompts of {n}, which have no loss, are asked about by {name}"
         if self._facts is not None:
-            rows = self._facts.rows
-            weak = rows is not None and rows < pool.length  # otherwise a look measures its strength
-            cost += f". Reference of combined_reference: {self._facts.in_words(weak=weak)}"
+            cost += f". Reference of combined_reference: {self._facts.in_words()}"
         return f"{cost}{self._account_words}"
 
     def _never_known(self, metric: str) -> str | None:
@@ -483,7 +481,7 @@ class MemorizationChannel(WeightChannel):
             if (account := self._account) is not None:
                 spent = spent_at(look, error)
                 values["refuted"] = account.refuted(attack.name, scores, members, spent, alpha)
-        if STRENGTH in values and compared.strength is not None and look == 1:
+        if STRENGTH in values and look == 1:
             announce_strength(self.run, compared.strength)
         counts = float(members.sum()), float((~members).sum())
         names = "members", "others", "alpha"

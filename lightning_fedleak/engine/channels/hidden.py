@@ -12,6 +12,7 @@ compare the likelihoods with and without the type (the lemma of Neyman and Pears
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,11 +60,12 @@ def best_f1(distances: Sequence[float], types: int, vocabulary: int) -> float:
     the expected counts, of which the maximum over thresholds is returned.
 
     Args:
-        distances: The change of the release for some types, over the noise's standard deviation.
+        distances: The change of the release for some types, over the noise's standard deviation;
+            NaN if it is not known.
         types: The number k of types in the batch.
         vocabulary: The number V of types that may be there.
     """
-    distance = np.clip(np.asarray(distances, dtype=np.float64), 1e-6, 60.0)[:, None]
+    distance = np.clip(np.nan_to_num(distances, nan=60.0), 1e-6, 60.0)[:, None]
     found = types * ndtr(distance / 2 - _THRESHOLDS / distance).mean(0)
     wrong = (vocabulary - types) * ndtr(-distance / 2 - _THRESHOLDS / distance).mean(0)
     return float((2 * found / (types + found + wrong)).max())
@@ -82,7 +84,7 @@ class HiddenWords:
         self._run = run
         self._gradient = gradient
         self._special = special
-        self._changes: list[float] = []  # the norm of D for some types
+        self._changes: list[Mapping[int, float]] = []  # norms of D for some types, by parameter
         self._looks = 0  # since the changes were measured
         self._counts: Sequence[int] = ()  # tokens and labels there
         self._sizes = dict[int, float]()  # norms of the gradients there, by parameter
@@ -139,39 +141,48 @@ class HiddenWords:
             types: The types that may be replaced.
             others: The types that may stand in their place.
         """
-        growth = self._growth(step, counts) if math.isnan(step.example_norm) else 1.0
-        if self._looks % LOOKS == 0 or growth > MAX_GROWTH:
-            growth, self._looks = 1.0, 0
+        growth = self._growth(step, counts) if math.isnan(step.example_norm) else {}
+        grown = [_total(change, growth) for change in self._changes]
+        pairs = zip(grown, map(_total, self._changes), strict=True)
+        is_near = self._sizes.keys() == step.sizes.keys() and all(
+            now <= MAX_GROWTH * then for now, then in pairs
+        )
+        if self._looks % LOOKS == 0 or not is_near:
+            self._looks = 0
             self._counts, self._sizes = counts, step.sizes.copy()
             draw = random.Random(step.number)
             olds = draw.sample(types, min(N_TYPES, len(types)))
             self._changes = self._measure(step, [(old, draw.choice(others)) for old in olds])
+            grown = [_total(change) for change in self._changes]
         self._looks += 1
-        return [growth * change for change in self._changes]
+        return grown
 
-    def _growth(self, step: Step, counts: Sequence[int]) -> float:
-        """Return how many times the changes may be as large as when they were measured.
+    def _growth(self, step: Step, counts: Sequence[int]) -> dict[int, float]:
+        """Return how many times the change of each parameter may be as large as it was measured.
 
-        A loss may be a mean over the tokens or labels, or their sum; and gradients have their
-        norms, of which clipping leaves changes the more, the smaller they are.
+        A loss may be a mean over the tokens or labels, or their sum; code may multiply any
+        gradient; and clipping leaves the more of each, the smaller all are together.
         """
-        before, now = (math.hypot(*sizes.values()) for sizes in (self._sizes, step.sizes))
-        if step.sizes.keys() != self._sizes.keys() or not min(before, now) > 0:
-            return math.inf
-        pairs = ((now, before), *zip(counts, self._counts, strict=True))
-        return max(max(pair) / min(pair) for pair in pairs)
+        whole = _ratio(*(math.hypot(*sizes.values()) for sizes in (self._sizes, step.sizes)))
+        least = max(whole, *map(_ratio, self._counts, counts), 1.0)
+        clip = whole if self._clips else 1.0
+        sizes = ((p, self._sizes.get(p, 0.0), size) for p, size in step.sizes.items())
+        return {p: max(least, clip * _ratio(before, now)) for p, before, now in sizes}
 
-    def _measure(self, step: Step, pairs: Sequence[tuple[int, int]]) -> list[float]:
-        """Return the norm of the release's change for each type and the one in its place."""
+    def _measure(self, step: Step, pairs: Sequence[tuple[int, int]]) -> list[Mapping[int, float]]:
+        """Return the norms of the release's change, for each type and the one in its place.
+
+        They are by the ``id`` of the parameter; 0 stands for all together.
+        """
         if not math.isnan(step.example_norm):
-            return [self._clipped_change(step, *pair) for pair in pairs]
+            return [{0: self._clipped_change(step, *pair)} for pair in pairs]
         before = self._all(replace_word(step, NO_TOKEN, NO_TOKEN))
         scales = {role: self._scale(step, role, gradient) for role, gradient in before.items()}
         made = {
             id(self._run.anatomy.parameter(role)) for role, g in before.items() if bool(g.any())
         }
         if not step.sizes or any(size > 0 and p not in made for p, size in step.sizes.items()):
-            return [math.inf] * len(pairs)  # a gradient that the step made again does not have
+            return [{0: math.inf}] * len(pairs)  # a gradient that the step made again does not have
         before = _scaled(before, scales)
         afters = (_scaled(self._all(replace_word(step, *pair)), scales) for pair in pairs)
         return [self._change(before, after) for after in afters]
@@ -182,15 +193,18 @@ class HiddenWords:
         Smaller gradients leave others more of what a clip leaves of all.
         """
         size, norm = step.sizes.get(id(self._run.anatomy.parameter(role)), 0.0), _norm({role: made})
-        return max(0.0 if self._clips else 1.0, size / norm if norm > 0 else 0.0)
+        return max(size / norm if norm > 0 else 0.0, 0.0 if self._clips else 1.0)
 
-    def _change(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
-        """Return the norm of the change of a gradient, after the clipping of GradientNoise."""
+    def _change(
+        self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    ) -> dict[int, float]:
+        """Return the norms of the change of gradients, after the clipping of GradientNoise."""
         factors = [
             min([1.0, *(clip / _norm(g) for clip in self._clips if _norm(g) > 0)])
             for g in (before, after)
         ]
-        return _distance(before, after, *factors)
+        distances = _distances(before, after, *factors).items()
+        return {id(self._run.anatomy.parameter(role)): distance for role, distance in distances}
 
     def _clipped_change(self, step: Step, old: int, new: int) -> float:
         """Return a bound of the change of the mean of clipped gradients, one of each text.
@@ -212,8 +226,8 @@ class HiddenWords:
             if not min(sizes) > 0:
                 changes.append(2.0)
                 continue
-            scaled = _distance(before, after, 1 / sizes[0], 1 / sizes[1])
-            changes.append(max(scaled, _distance(before, after) / max(sizes)))
+            scaled = _total(_distances(before, after, 1 / sizes[0], 1 / sizes[1]))
+            changes.append(max(scaled, _total(_distances(before, after)) / max(sizes)))
         return step.example_norm * len(texts) * sum(changes) / len(changes)
 
     def _all(self, step: Step) -> Mapping[str, Tensor]:
@@ -237,16 +251,33 @@ def _norm(gradients: Mapping[str, Tensor]) -> float:
     return math.hypot(*(float(in_float64(gradient).norm()) for gradient in gradients.values()))
 
 
-def _distance(
+def _total(norms: Mapping[Any, float], factors: Mapping[Any, float] | None = None) -> float:
+    """Return the norm of all parts together, each times its factor."""
+    factors = factors or {}
+    return math.hypot(*(norm * factors.get(part, 1.0) for part, norm in norms.items()))
+
+
+def _ratio(before: float, now: float) -> float:
+    """Return how many times the larger one is as large; 1 if nothing is left of it now."""
+    if now in (0, before):
+        return 1.0
+    return max(before, now) / min(before, now) if before > 0 and now > 0 else math.inf
+
+
+def _distances(
     first: Mapping[str, Tensor],
     second: Mapping[str, Tensor],
     scale: float = 1.0,
     other: float = 1.0,
-) -> float:
-    """Return the norm of the difference of gradients, each times its scale; absent ones are 0."""
-    pairs = ((first.get(n), second.get(n)) for n in {**first, **second})
+) -> dict[str, float]:
+    """Return the norms of the differences of gradients, each times its scale; absent ones are 0."""
+    pairs = ((n, first.get(n), second.get(n)) for n in {**first, **second})
     differences = (
-        (0 if x is None else in_float64(x) * scale) - (0 if y is None else in_float64(y) * other)
-        for x, y in pairs
+        (
+            n,
+            (0 if x is None else in_float64(x) * scale)
+            - (0 if y is None else in_float64(y) * other),
+        )
+        for n, x, y in pairs
     )
-    return math.hypot(*(float(torch.as_tensor(d).norm()) for d in differences))
+    return {name: float(torch.as_tensor(d).norm()) for name, d in differences}

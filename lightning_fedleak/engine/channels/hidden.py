@@ -190,11 +190,13 @@ class HiddenWords:
         norm = float(in_float64(made).norm())
         return max(size / norm if norm > 0 else 0.0, 0.0 if self._clips else 1.0)
 
-    def _change(self, *gradients: Mapping[int, Tensor]) -> dict[int, float]:
+    def _change(
+        self, before: Mapping[int, Tensor], after: Mapping[int, Tensor]
+    ) -> dict[int, float]:
         """Return the norms of the change of gradients, after the clipping of GradientNoise."""
-        norms = map(_norm, gradients)
+        norms = map(_norm, (before, after))
         factors = (min([1.0, *(clip / n for clip in self._clips if n > 0)]) for n in norms)
-        return _distances(*gradients, *factors)
+        return _distances(before, after, *factors)
 
     def _clipped_change(self, step: Step, old: int, new: int) -> float:
         """Return a bound of the change of the mean of clipped gradients, one of each text.

@@ -23,10 +23,10 @@ Of the kind ``large`` batches have 192 to 512 tokens, as many as attacks can dis
 and nothing hides them: no dropout, no noise, no rounding. There a gate should decide. The kind
 ``untouched`` has gradients that nothing but a declared defence changes, of a size over six decades.
 Of the kind ``declared`` each training has such a defence, and most multiply all or some of their
-gradients by 1e-4 to 1e4 before it acts, or touch them otherwise. Where a bound on all readers is
-below the gate's limit, the number should be known. Of the kind ``identity`` each training is run
-watched and unwatched, and within its steps the model is copied, averaged and saved: the weights
-must be equal to the bit.
+gradients by 1e-4 to 1e4 before it acts, or touch them otherwise. Half have
+noise of 1 to 1,000 times that factor. Where a bound on all readers is below the gate's limit, the
+number should be known. Of the kind ``identity`` each training is run watched and unwatched, and
+within its steps the model is copied, averaged and saved: the weights must be equal to the bit.
 """
 
 import copy
@@ -190,8 +190,12 @@ class Training:
         touch = "nothing" if plain.defence == "DPSGD" else touch  # which refuses changed gradients
         factor = 10 ** draw.uniform(-4, 4) if touch == "factor" else 1.0
         scaled = draw.choice(list(SCALED)) if touch == "factor" else "all"
-        sigma = 10 ** draw.uniform(-5, 1)
-        return replace(plain, touch=touch, factor=factor, scaled=scaled, sigma=sigma)
+        sigma, defence = 10 ** draw.uniform(-5, 1), plain.defence
+        if draw.random() < 0.5:  # noise that hides the words from any reader, or nearly
+            defence = defence if defence == "DPSGD" else draw.choice([*DEFENCES][:2])
+            sigma = max(1.0, factor) * 10 ** draw.uniform(0, 3)
+        settings = {"touch": touch, "factor": factor, "scaled": scaled}
+        return replace(plain, sigma=sigma, defence=defence, **settings)
 
     def defences(self) -> list[Defense]:
         """Return the declared defences."""

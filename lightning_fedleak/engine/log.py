@@ -426,6 +426,10 @@ class Report:
         self._write_lines(look, outcomes)
         self.log(values, look.step)
         self._newest |= {name: (value, look.step) for name, value in values.items()}
+        try:
+            self.cards.add_summary(self.boards, outcomes, look.step)
+        except Exception as error:
+            self.leave_boards(error)
         seconds_of = dict(self._run.spent)
         self._run.spent.clear()
         self._seconds += look.seconds

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_fedleak.engine.channels.base import Channel, gives_control
-from lightning_fedleak.engine.outcomes import Series
+from lightning_fedleak.engine.outcomes import Outcome, Series
 from lightning_fedleak.report.records.lines import is_lower_better, is_validation
 
 if TYPE_CHECKING:
@@ -159,6 +159,27 @@ class Cards:
         page = {t: ["Multiline", [f"^{tag}$" for tag in tags]] for t, tags in lines.items()}
         for board in boards:
             board.add_custom_scalars({"leakage and utility": page})
+
+    def add_summary(
+        self, boards: Sequence[SummaryWriter], outcomes: Mapping[Series, Outcome], step: int
+    ) -> None:
+        """Write the values of the newest look as a table of text, and the untested families."""
+        rows = []
+        for series, outcome in outcomes.items():
+            if (channel := self._series.get(series)) is None or outcome.pending is not None:
+                continue
+            headline = channel.headline_of(series)
+            rate = outcome.rates.get(headline) if outcome.unknown is None else None
+            value = f"{rate.value:.3f} | {rate.low:.3f} to {rate.high:.3f}" if rate else "unknown |"
+            value = value if outcome.exposed else "not shared |"
+            rows.append(f"| {series.log_name} | {headline} | {value} | {outcome.n} |")
+        unread = {series for series, outcome in outcomes.items() if not outcome.exposed}
+        families = {c.family for series, c in self._series.items() if series not in unread}
+        untested = ", ".join(family for family in CARDS if family not in families) or "none"
+        head = "| attack | metric | value | 95% interval | n |\n|-|-|-|-|-|"
+        text = "\n".join([head, *rows, "", f"Kinds of leakage that nobody tested: {untested}."])
+        for board in boards:
+            board.add_text("leakage/summary", text, step)
 
 
 def add_settings(

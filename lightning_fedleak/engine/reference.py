@@ -36,10 +36,9 @@ MIN_STRENGTH = 0.9
 """Smallest share of the model's gain, on texts that neither was trained on, of a strong reference.
 
 For a LoRA model (stories15M, 185 texts of WikiText-2) references of 200 and 50 rows had 1.02 and
-.79 of its gain, and a TPR of .86 and .52 at .1% FPR. Lower: weaker ones pass for strong. It judges
-references of an unstated number of rows alone: of one recipe and as many rows, a LoRA had .99 (200
-texts), two on halves of its pool 1.01, but those of a two-layer GPT-2 that knew the domain .54 to
-1.71, 12 of 39 below .9.
+.79 of its gain, and a TPR of .86 and .52 at .1% FPR. Lower: weaker ones pass for strong. Of one
+recipe and as many rows, another LoRA had .99; a two-layer GPT-2 that knew the domain .54 to 1.71,
+12 of 39 below .9, so that honest ones are called weak there.
 """
 
 MAX_STRENGTH = 1.2
@@ -313,12 +312,12 @@ def measure_strength(
     """Return whether a reference is weak, so that a low score with it is *unknown*.
 
     The gain of a model is the mean rise of the log-probability of a token over the base model. It
-    is compared on the non-members, which neither model was trained on. A reference of fewer rows
-    than the model's is weak, whatever it gained: with LoRA such references were measured to show
-    less. One of an unknown number of rows is weak with less than :data:`MIN_STRENGTH` of the
-    model's gain, or if that gain is below two standard errors, so that nothing is measured. Of one
-    that is said to have seen no text, more than :data:`MAX_STRENGTH` shows that it has. A weak
-    reference hides leakage but invents none, so that a high score remains valid.
+    is compared on the non-members, which neither model was trained on. A reference with less than
+    :data:`MIN_STRENGTH` of the model's gain is weak. So is a reference of fewer rows than the
+    model's, whatever it gained: with LoRA such references were measured to show less. If the gain
+    of the model itself is below two standard errors, nothing is measured, and a reference with an
+    unknown number of rows counts as weak. A weak reference hides leakage but invents none, so that
+    a high score remains valid.
 
     Args:
         game: The answers of the model, its base and the reference for N texts.
@@ -336,11 +335,12 @@ def measure_strength(
     weak = ""
     if rows is not None and rows < trained:
         weak = f"it was trained on {rows} rows, and the model on {trained}"
-    elif rows is None and not share >= MIN_STRENGTH:
-        gained = "nothing shows how far it was trained" if math.isnan(share) else gained
-        weak = f"{gained}: say how many rows it had"
-    elif share > MAX_STRENGTH and (rows or trained) <= trained and not game.references.inside.any():
+    elif share < MIN_STRENGTH:
+        weak = gained
+    elif share > MAX_STRENGTH and (rows or trained) <= trained:
         weak = f"{gained}: it may have seen them"
+    elif math.isnan(share) and rows is None:
+        weak = "nothing shows how far it was trained: say how many rows it had"
     return Strength(share, weak, fit_base(game)[1], knows_rows(game))
 
 

@@ -37,6 +37,8 @@ from lightning_fedleak.defenses import (
 )
 from lightning_fedleak.engine import WatchSettings
 from lightning_fedleak.engine.log import COLUMNS
+from lightning_fedleak.engine.loggers import Cards
+from lightning_fedleak.engine.outcomes import not_shared
 from lightning_fedleak.engine.run import reason
 from lightning_fedleak.model.batches import BatchError
 from lightning_fedleak.report import findings, read, watched
@@ -280,6 +282,14 @@ def test_the_first_cards_are_leakage_and_the_limit_of_a_gate(tmp_path: Path) -> 
     assert values == [(e.step, e.value) for e in events.Scalars(run, "leakage/worst/words")]
     limits = [(e.step, e.value) for e in events.Scalars(limit, "1_leakage/words_f1")]
     assert limits == [(step, 0.5) for step, _ in values]
+
+
+def test_a_surface_that_is_not_shared_is_no_number_in_the_text() -> None:
+    series, texts = LeakageMonitor(Probe()).engine.series, []
+    board = SimpleNamespace(add_text=lambda _, text, __: texts.append(text))
+    Cards(series, (), (), (), {}).add_summary([board], dict.fromkeys(series, not_shared(["f1"])), 0)
+    assert "| leakage/probe | f1 | not shared | | 0 |" in texts[0]
+    assert "nobody tested: words, membership, texts, memorization." in texts[0]
 
 
 class Crashing(Probe):

@@ -146,18 +146,6 @@ def test_nothing_recovered_where_all_could_be_is_safe(tmp_path: Path) -> None:
     assert gate.fired is None
 
 
-def test_a_low_number_of_an_attack_that_prefers_likely_texts_is_unknown(tmp_path: Path) -> None:
-    attack = partial(0.0, 1.0)
-    attack.prefers_likely_texts = True
-    gate = Threshold("leakage/scripted/f1", at_most=0.2)
-    watched(tmp_path, attack, [gate], steps=1)
-    assert len(attack.steps) == 1
-    assert gate.fired is not None
-    assert gate.fired.read == 0
-    assert math.isnan(gate.fired.value)
-    assert "it prefers likely texts" in gate_lines(tmp_path)[0]["why"]
-
-
 def test_of_two_that_read_the_same_the_one_with_a_control_counts(tmp_path: Path) -> None:
     for at_most, value in ((0.999, 1), (1.0, None)):
         gate = Threshold("leakage/worst/words", at_most=at_most)

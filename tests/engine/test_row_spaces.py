@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_fedleak.attacks import SubspaceMembership, SubspaceTexts, SubspaceWords
 from lightning_fedleak.engine import Games
+from lightning_fedleak.model.snapshots import UnusableObservation
 from tests.attacks.row_space.models import VOCABULARY, bert, gpt2, llama
 from tests.helpers.lightning_modules import random_token_loader
 from tests.helpers.loops import check_undisturbed, watched
@@ -44,6 +45,19 @@ def look(folder: Path, attacks: Any, model: nn.Module, **settings: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return watched(folder, attacks, model, **given)
+
+
+def test_a_padding_row_that_is_divided_by_its_norm_is_no_word(tmp_path: Path) -> None:
+    """Its input is NaN: no batch has it, and an attack whose own texts have it says so."""
+    model = model_of(dropout=False)
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    with torch.no_grad():
+        embedding.weight[0] = 0
+    nn.utils.parametrizations.weight_norm(embedding, dim=0)
+    watch = look(tmp_path, [words()], model)
+    assert watch.latest[f"{NAME}/f1"] > 0.9
+    with pytest.raises(UnusableObservation, match="are NaN, infinite or all zero"):
+        look(tmp_path / "membership", [SubspaceMembership([[0, *PUBLIC[0]], *PUBLIC])], model)
 
 
 def test_training_is_bit_identical(tmp_path: Path) -> None:

@@ -140,6 +140,38 @@ def test_a_low_number_of_a_changed_gradient_alone_is_unknown(tmp_path: Path, siz
         assert "before its gradient was changed" in fired[-1].why
 
 
+@pytest.mark.parametrize("weight", [1.0, 0.2])
+@pytest.mark.parametrize("at_most", [0.5, 0.9])
+def test_a_gradient_that_code_drops_leaves_a_number_below_its_limit_unknown(
+    tmp_path: Path, weight: float, at_most: float
+) -> None:
+    """Its words count as those of the step, so that the number is too low; a high one stands."""
+    kept: list[Tensor | None] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        kept[:] = [None if p.grad is None else p.grad.clone() for p in trained(model)]
+        return (weight if kept[0] is not None else 1.0) * model_loss(model, batch)
+
+    def drop_last(model: nn.Module) -> None:
+        for parameter, gradient in zip(trained(model), kept, strict=True):
+            parameter.grad = gradient
+
+    events: list[GateEvent] = []
+    gate = Threshold("leakage/worst/words", at_most=at_most, action=events.append)
+    rows = torch.randint(3, VOCAB, (4, 2, 8), generator=torch.Generator().manual_seed(4))
+    settings = {"batches": [{"input_ids": x, "labels": x} for x in rows], "gates": [gate]}
+    settings |= {"accumulate": 2, "loss": loss, "before_step": drop_last, "lr": 5e-2}
+    watch = watched(tmp_path, SubspaceWords(capacity_seconds=0), adapted(), **settings)
+    assert 0.5 < watch.latest[F1] < 0.9
+    assert (watch.latest[UNEXPLAINED] > 0.5) == (weight == 1)
+    event = events[-1]
+    if at_most < 0.9:
+        assert event.value == watch.latest[F1]
+    else:
+        assert math.isnan(event.value)
+        assert "changed" in event.why
+
+
 @pytest.mark.parametrize("form", ["sum", "factor", "autograd.grad"])
 def test_a_penalty_hides_no_words_unseen(tmp_path: Path, form: str) -> None:
     gradients: list[Tensor] = []

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fedleak.cli.finetuning import assets as real_hub
 from lightning_fedleak.cli.finetuning.assets import TRAINING, SourceError, quiet_logs
@@ -55,6 +56,13 @@ def test_lora_trains_adapters_only(folder: str) -> None:
     assert all("lora_" in name for name in names)
 
 
+def test_bitfit_trains_biases_only(folder: str) -> None:
+    module = CausalLMFineTuning(folder, peft="bitfit")
+    names = trained(module)
+    assert names == {name for name, _ in module.named_parameters() if name.endswith(".bias")}
+    assert names
+
+
 def test_a_model_that_peft_has_wrapped_is_trained_as_it_is(folder: str) -> None:
     wrapped = CausalLMFineTuning(folder, peft="lora").model
     module = CausalLMFineTuning(wrapped)
@@ -63,8 +71,17 @@ def test_a_model_that_peft_has_wrapped_is_trained_as_it_is(folder: str) -> None:
 
 
 def test_an_unknown_peft_is_refused(folder: str) -> None:
-    with pytest.raises(ValueError, match="peft must be 'lora'"):
+    with pytest.raises(ValueError, match="peft must be 'lora' or 'bitfit'"):
         CausalLMFineTuning(folder, peft="LoRA")
+
+
+def test_bitfit_refuses_a_model_without_biases() -> None:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1,
+    )  # fmt: skip
+    with pytest.raises(SourceError, match="LlamaForCausalLM has none; use peft='lora'"):
+        CausalLMFineTuning(LlamaForCausalLM(config), peft="bitfit")
 
 
 def test_a_missing_model_is_said_in_one_sentence(tmp_path: Path) -> None:

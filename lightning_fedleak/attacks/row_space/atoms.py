@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_fedleak.model.snapshots import UnusableObservation
+
 RIDGE = 0.1
 """Share of the median (or mean) eigenvalue that is added to every eigenvalue of a covariance.
 
@@ -100,9 +102,16 @@ def inverse_factor(moment: Tensor) -> Tensor:
     """Return the upper triangular (d, d) matrix that whitens rows of these second moments.
 
     It is the transposed inverse of the Cholesky factor of the moments with the ridge.
+
+    Raises:
+        UnusableObservation: The rows are not finite, or all zero.
     """
     eye = torch.eye(len(moment)).to(moment)
-    lower = torch.linalg.cholesky(moment + RIDGE * moment.diagonal().mean() * eye)
+    lower, why = torch.linalg.cholesky_ex(moment + RIDGE * moment.diagonal().mean() * eye)
+    if bool(why):
+        raise UnusableObservation(
+            "inputs of the model on the attack's own texts are NaN, infinite or all zero"
+        )
     factor: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False).T
     return factor
 

@@ -515,7 +515,8 @@ def input_blocks(
             if autocast is not None:
                 x = x.to(autocast)
             x = x.reshape(len(part), -1, known_input.width)[:, -part.shape[1] :]
-            yield slice(start, start + len(part)), x
+            # A token whose input is not finite is in no batch with a finite gradient.
+            yield slice(start, start + len(part)), x.where(x.isfinite().all(-1, keepdim=True), 0)
 
 
 def input_states(

@@ -83,12 +83,9 @@ class TextAttack(base.Attack):
         last_token_open: Whether the guess omits the token of a text's last label and all tokens
             after it. A causal model's gradients depend on the first only as a label, and on the
             later ones not at all.
-        prefers_likely_texts: Whether the attack prefers texts that the model finds likely, so that
-            texts of shuffled words are no control for it.
     """
 
     last_token_open: ClassVar[bool] = False
-    prefers_likely_texts: bool = False
     _work: int | None = None  # see WorkLimit; None before it is planned
     _copy: BottomModel | None = None  # the adversary's copy of the model's bottom, if it needs one
 

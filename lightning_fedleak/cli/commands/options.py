@@ -392,7 +392,7 @@ def fit(add: Add) -> None:
         print_config: print all settings and exit.
         model_model: a folder or a name on the hub; by default a small one that is included.
         model_lr: learning rate of AdamW.
-        model_peft: train adapters (lora); by default the whole model.
+        model_peft: train adapters (lora) or the biases alone (bitfit); by default the whole model.
         model_loss: mean over all tokens of a batch (token_mean), or mean over texts of the mean
             over each text's tokens (sample_mean), which DP-SGD needs.
         data_text: private text: {sources}; by default messages that are included.
@@ -408,7 +408,7 @@ def fit(add: Add) -> None:
     add("--print_config", action="store_true")
     add("--model.model", metavar="NAME")
     add("--model.lr", metavar="X", default=1e-4)
-    add("--model.peft", choices=("lora",))
+    add("--model.peft", choices=("lora", "bitfit"))
     add("--model.loss", choices=("token_mean", "sample_mean"), default="token_mean")
     add("--data.text", metavar="SOURCE")
     add("--data.column", metavar="NAME")

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from lightning_fedleak.cli.finetuning import assets
-from lightning_fedleak.cli.finetuning.assets import check_option, loading, model_source
+from lightning_fedleak.cli.finetuning.assets import SourceError, check_option, loading, model_source
 from lightning_fedleak.cli.finetuning.texts import read_texts
 from lightning_fedleak.defenses import mean_of_sample_means
 from lightning_fedleak.extras import require_package
@@ -54,8 +54,8 @@ class CausalLMFineTuning(L.LightningModule):
     Args:
         model: name on the hub, folder or object; None for the small model inside this package.
         lr: learning rate.
-        peft: ``"lora"`` trains low-rank adapters (needs the extra ``peft``); None trains everything
-            that the model has set to train.
+        peft: ``"lora"`` trains low-rank adapters (needs the extra ``peft``), ``"bitfit"`` the
+            biases only; None trains everything that the model has set to train.
         loss: ``"token_mean"`` is the mean over all tokens of a batch, as Hugging Face models return
             it; ``"sample_mean"`` is the mean over texts of the mean over a text's tokens, which
             DP-SGD needs.
@@ -63,7 +63,7 @@ class CausalLMFineTuning(L.LightningModule):
     Raises:
         ValueError: an unknown ``loss`` or ``peft``; or ``peft="lora"`` with a model for which PEFT
             has no default modules.
-        SourceError: the model cannot be loaded.
+        SourceError: the model cannot be loaded, or has no biases for ``peft="bitfit"``.
         ImportError: ``peft="lora"`` without the package peft.
 
     Examples:
@@ -77,17 +77,19 @@ class CausalLMFineTuning(L.LightningModule):
         self,
         model: str | torch.nn.Module | None = None,
         lr: float = 1e-4,
-        peft: Literal["lora"] | None = None,
+        peft: Literal["lora", "bitfit"] | None = None,
         loss: Literal["token_mean", "sample_mean"] = "token_mean",
     ) -> None:
         super().__init__()
         self.loss = check_choice("loss", loss, ("token_mean", "sample_mean"))
-        check_choice("peft", peft, ("lora",), optional=True)
+        check_choice("peft", peft, ("lora", "bitfit"), optional=True)
         settings = {"lr": lr, "peft": peft, "loss": loss}  # without the model: it may be an object
         self.save_hyperparameters(settings)
         self.lr = lr
         language_model = model if isinstance(model, torch.nn.Module) else load_model(model)
         self.model = _with_lora(language_model) if peft == "lora" else language_model
+        if peft == "bitfit":
+            _train_biases_only(language_model)
         self.model.train()  # from_pretrained gives eval mode, and Lightning keeps a module's mode
 
     def forward(self, **batch: Tensor) -> Tensor:
@@ -121,6 +123,18 @@ def _with_lora(model: torch.nn.Module) -> torch.nn.Module:
     config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=8, lora_alpha=16, lora_dropout=0.05)
     wrapped: torch.nn.Module = get_peft_model(model, config)
     return wrapped
+
+
+def _train_biases_only(model: torch.nn.Module) -> None:
+    """Freeze all parameters but the biases; raise ``SourceError`` if there are none."""
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    if not biases:
+        raise SourceError(
+            f"peft='bitfit' trains biases, and {type(model).__name__} has none; use peft='lora'"
+        )
+    model.requires_grad_(False)
+    for bias in biases:
+        bias.requires_grad_(True)
 
 
 def load_tokenizer(name: str | Path | None) -> PreTrainedTokenizerBase:

@@ -95,7 +95,6 @@ _CHANGED = (
     "it reads more of the same step before its gradient was changed, by {:.1%} and by no declared "
     "defence: what hides from this attack may not hide from others"
 )
-_LIKELY_TEXTS = "it prefers likely texts, and shuffled ones, on which it is checked, are not likely"
 
 
 def _score(channel: StepChannel, plan: Plan, answer: Any, truth: Any) -> dict[str, float]:
@@ -227,13 +226,11 @@ class Controls:
             self._fail(look, scored, _DOUBT.format(share))
             return
         few = self._has_few_uneven_labels(look, controls[0])
-        likely = [p for p in plans if getattr(p.attack, "prefers_likely_texts", False)]
-        uneven = [p for p in plans if few and p.attack.for_even_losses and p not in likely]
-        if rest := [plan for plan in plans if plan not in [*likely, *uneven]]:
+        uneven = [plan for plan in plans if few and plan.attack.for_even_losses]
+        if rest := [plan for plan in plans if plan not in uneven]:
             self._run_attacks(look, rest, controls, remainder)
         if self._anywhere(bool(remainder)):
             self._fail(look, self._read_before_change(look, rest), _CHANGED.format(share))
-        self._fail(look, likely, _LIKELY_TEXTS)
         self._fail(look, uneven, _UNEVEN)
 
     def _read_before_change(self, look: Look, plans: Sequence[Plan]) -> list[Plan]:

@@ -59,11 +59,12 @@ def best_f1(distances: Sequence[float], types: int, vocabulary: int) -> float:
     the expected counts, of which the maximum over thresholds is returned.
 
     Args:
-        distances: The change of the release for some types, over the noise's standard deviation.
+        distances: The change of the release for some types, over the noise's standard deviation;
+            NaN if it is not known.
         types: The number k of types in the batch.
         vocabulary: The number V of types that may be there.
     """
-    distance = np.clip(np.asarray(distances, dtype=np.float64), 1e-6, 60.0)[:, None]
+    distance = np.clip(np.nan_to_num(distances, nan=60.0), 1e-6, 60.0)[:, None]
     found = types * ndtr(distance / 2 - _THRESHOLDS / distance).mean(0)
     wrong = (vocabulary - types) * ndtr(-distance / 2 - _THRESHOLDS / distance).mean(0)
     return float((2 * found / (types + found + wrong)).max())
@@ -82,7 +83,7 @@ class HiddenWords:
         self._run = run
         self._gradient = gradient
         self._special = special
-        self._changes: list[float] = []  # the norm of D for some types
+        self._changes: list[dict[int, float]] = []  # norms of D for some types, by parameter
         self._looks = 0  # since the changes were measured
         self._counts: Sequence[int] = ()  # tokens and labels there
         self._sizes = dict[int, float]()  # norms of the gradients there, by parameter
@@ -139,58 +140,63 @@ class HiddenWords:
             types: The types that may be replaced.
             others: The types that may stand in their place.
         """
-        growth = self._growth(step, counts) if math.isnan(step.example_norm) else 1.0
-        if self._looks % LOOKS == 0 or growth > MAX_GROWTH:
-            growth, self._looks = 1.0, 0
+        growth = self._growth(step, counts) if math.isnan(step.example_norm) else {}
+        grown = [{p: d * growth.get(p, 1.0) for p, d in c.items()} for c in self._changes]
+        pairs = zip(map(_total, grown), map(_total, self._changes), strict=True)
+        is_near = all(now <= MAX_GROWTH * then for now, then in pairs)
+        if self._looks % LOOKS == 0 or not is_near or self._sizes.keys() != step.sizes.keys():
+            self._looks = 0
             self._counts, self._sizes = counts, step.sizes.copy()
             draw = random.Random(step.number)
             olds = draw.sample(types, min(N_TYPES, len(types)))
             self._changes = self._measure(step, [(old, draw.choice(others)) for old in olds])
+            grown = self._changes
         self._looks += 1
-        return [growth * change for change in self._changes]
+        return [*map(_total, grown)]
 
-    def _growth(self, step: Step, counts: Sequence[int]) -> float:
-        """Return how many times the changes may be as large as when they were measured.
+    def _growth(self, step: Step, counts: Sequence[int]) -> dict[int, float]:
+        """Return how many times the change of each parameter may be as large as it was measured.
 
-        A loss may be a mean over the tokens or labels, or their sum; and gradients have their
-        norms, of which clipping leaves changes the more, the smaller they are.
+        A loss may be a mean over the tokens or labels, or their sum; code may multiply any
+        gradient; and clipping leaves the more of each, the smaller all are together.
         """
-        before, now = (math.hypot(*sizes.values()) for sizes in (self._sizes, step.sizes))
-        if step.sizes.keys() != self._sizes.keys() or not min(before, now) > 0:
-            return math.inf
-        pairs = ((now, before), *zip(counts, self._counts, strict=True))
-        return max(max(pair) / min(pair) for pair in pairs)
+        whole = _ratio(*(math.hypot(*sizes.values()) for sizes in (self._sizes, step.sizes)))
+        least = max(whole, *map(_ratio, self._counts, counts), 1.0)
+        clip = whole if self._clips else 1.0
+        sizes = ((p, self._sizes.get(p, 0.0), size) for p, size in step.sizes.items())
+        return {p: max(least, clip * _ratio(before, now)) for p, before, now in sizes}
 
-    def _measure(self, step: Step, pairs: Sequence[tuple[int, int]]) -> list[float]:
-        """Return the norm of the release's change for each type and the one in its place."""
+    def _measure(self, step: Step, pairs: Sequence[tuple[int, int]]) -> list[dict[int, float]]:
+        """Return the norms of the release's change, for each type and the one in its place.
+
+        They are by the ``id`` of the parameter; 0 stands for all together.
+        """
         if not math.isnan(step.example_norm):
-            return [self._clipped_change(step, *pair) for pair in pairs]
+            return [{0: self._clipped_change(step, *pair)} for pair in pairs]
         before = self._all(replace_word(step, NO_TOKEN, NO_TOKEN))
-        scales = {role: self._scale(step, role, gradient) for role, gradient in before.items()}
-        made = {
-            id(self._run.anatomy.parameter(role)) for role, g in before.items() if bool(g.any())
-        }
+        scales = {p: self._scale(step.sizes.get(p, 0.0), g) for p, g in before.items()}
+        made = {p for p, gradient in before.items() if bool(gradient.any())}
         if not step.sizes or any(size > 0 and p not in made for p, size in step.sizes.items()):
-            return [math.inf] * len(pairs)  # a gradient that the step made again does not have
+            return [{0: math.inf}] * len(pairs)  # a gradient that the step made again does not have
         before = _scaled(before, scales)
         afters = (_scaled(self._all(replace_word(step, *pair)), scales) for pair in pairs)
         return [self._change(before, after) for after in afters]
 
-    def _scale(self, step: Step, role: str, made: Tensor) -> float:
+    def _scale(self, size: float, made: Tensor) -> float:
         """Return by how much code multiplied a gradient; at least 1 if nothing is clipped.
 
         Smaller gradients leave others more of what a clip leaves of all.
         """
-        size, norm = step.sizes.get(id(self._run.anatomy.parameter(role)), 0.0), _norm({role: made})
-        return max(0.0 if self._clips else 1.0, size / norm if norm > 0 else 0.0)
+        norm = float(in_float64(made).norm())
+        return max(size / norm if norm > 0 else 0.0, 0.0 if self._clips else 1.0)
 
-    def _change(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
-        """Return the norm of the change of a gradient, after the clipping of GradientNoise."""
-        factors = [
-            min([1.0, *(clip / _norm(g) for clip in self._clips if _norm(g) > 0)])
-            for g in (before, after)
-        ]
-        return _distance(before, after, *factors)
+    def _change(
+        self, before: Mapping[int, Tensor], after: Mapping[int, Tensor]
+    ) -> dict[int, float]:
+        """Return the norms of the change of gradients, after the clipping of GradientNoise."""
+        norms = map(_norm, (before, after))
+        factors = (min([1.0, *(clip / n for clip in self._clips if n > 0)]) for n in norms)
+        return _distances(before, after, *factors)
 
     def _clipped_change(self, step: Step, old: int, new: int) -> float:
         """Return a bound of the change of the mean of clipped gradients, one of each text.
@@ -212,13 +218,14 @@ class HiddenWords:
             if not min(sizes) > 0:
                 changes.append(2.0)
                 continue
-            scaled = _distance(before, after, 1 / sizes[0], 1 / sizes[1])
-            changes.append(max(scaled, _distance(before, after) / max(sizes)))
+            scaled = _total(_distances(before, after, 1 / sizes[0], 1 / sizes[1]))
+            changes.append(max(scaled, _total(_distances(before, after)) / max(sizes)))
         return step.example_norm * len(texts) * sum(changes) / len(changes)
 
-    def _all(self, step: Step) -> Mapping[str, Tensor]:
-        """Return the gradients of all trained parameters of a step that is made again."""
-        return self._gradient(step, self._run.anatomy.trainable_names())
+    def _all(self, step: Step) -> Mapping[int, Tensor]:
+        """Return the gradients of a step that is made again, by the ``id`` of the parameter."""
+        made = self._gradient(step, self._run.anatomy.trainable_names())
+        return {id(self._run.anatomy.parameter(name)): g for name, g in made.items()}
 
 
 def in_float64(tensor: Tensor) -> Tensor:
@@ -226,27 +233,36 @@ def in_float64(tensor: Tensor) -> Tensor:
     return (tensor.cpu() if tensor.device.type in WITHOUT_FLOAT64 else tensor).double()
 
 
-def _scaled(gradients: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return gradients times their scales, by role, at least in float32."""
-    wide = ((r, g.to(torch.promote_types(g.dtype, torch.float32))) for r, g in gradients.items())
-    return {role: gradient * scales.get(role, 1.0) for role, gradient in wide}
+def _scaled(gradients: Mapping[int, Tensor], scales: Mapping[int, float]) -> dict[int, Tensor]:
+    """Return gradients times their scales, at least in float32."""
+    wide = ((p, g.to(torch.promote_types(g.dtype, torch.float32))) for p, g in gradients.items())
+    return {parameter: gradient * scales.get(parameter, 1.0) for parameter, gradient in wide}
 
 
-def _norm(gradients: Mapping[str, Tensor]) -> float:
+def _norm(gradients: Mapping[int, Tensor]) -> float:
     """Return the norm of all gradients together."""
     return math.hypot(*(float(in_float64(gradient).norm()) for gradient in gradients.values()))
 
 
-def _distance(
-    first: Mapping[str, Tensor],
-    second: Mapping[str, Tensor],
+def _total(norms: Mapping[int, float]) -> float:
+    """Return the norm of parts together."""
+    return math.hypot(*norms.values())
+
+
+def _ratio(before: float, now: float) -> float:
+    """Return how many times the larger one is as large; 1 if nothing is left of it now."""
+    if now in (0, before):
+        return 1.0
+    return max(before, now) / min(before, now) if before > 0 and now > 0 else math.inf
+
+
+def _distances(
+    first: Mapping[int, Tensor],
+    second: Mapping[int, Tensor],
     scale: float = 1.0,
     other: float = 1.0,
-) -> float:
-    """Return the norm of the difference of gradients, each times its scale; absent ones are 0."""
-    pairs = ((first.get(n), second.get(n)) for n in {**first, **second})
-    differences = (
-        (0 if x is None else in_float64(x) * scale) - (0 if y is None else in_float64(y) * other)
-        for x, y in pairs
-    )
-    return math.hypot(*(float(torch.as_tensor(d).norm()) for d in differences))
+) -> dict[int, float]:
+    """Return the norms of the differences of gradients, each times its scale; absent ones are 0."""
+    zero = torch.zeros(())
+    pairs = ((p, first.get(p, zero), second.get(p, zero)) for p in {**first, **second})
+    return {p: float((in_float64(x) * scale - in_float64(y) * other).norm()) for p, x, y in pairs}

@@ -283,7 +283,7 @@ def snapshot(gains: Tensor) -> TokenSnapshot:
         (1.0, 0.95, None, ""),
         (1.0, 0.95, 100, ""),
         (1.0, 0.95, 99, "trained on 99 rows, and the model on 100"),
-        (1.0, 0.5, 100, ""),  # rows of its own recipe gained .54 to 1.71
+        (1.0, 0.5, 100, "has gained 50% of what the model has"),
         (1.0, 0.5, None, "has gained 50% of what the model has"),
         (1.0, 1.3, 100, "it may have seen them"),
         (1.0, 1.3, None, "it may have seen them"),

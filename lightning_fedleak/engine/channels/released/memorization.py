@@ -197,7 +197,9 @@ class MemorizationChannel(WeightChannel):
             name = next(iter(names), f"no attack{mend}")
             cost += f". The prompts of {n}, which have no loss, are asked about by {name}"
         if self._facts is not None:
-            cost += f". Reference of combined_reference: {self._facts.in_words()}"
+            rows = self._facts.rows
+            weak = rows is not None and rows < pool.length  # otherwise a look measures its strength
+            cost += f". Reference of combined_reference: {self._facts.in_words(weak=weak)}"
         return f"{cost}{self._account_words}"
 
     def _never_known(self, metric: str) -> str | None:

@@ -4,6 +4,7 @@
     python -m benchmarks.cost.dpsgd --lora               # the same with LoRA of rank 8 on c_attn
     python -m benchmarks.cost.dpsgd --tied               # tied: Opacus' ghost clipping refuses it
     python -m benchmarks.cost.dpsgd --layers 4 --width 132 --vocabulary 8000    # a small one
+    python -m benchmarks.cost.dpsgd --isolation          # isolation measured again in each step
     python -m benchmarks.cost.dpsgd --memory ours        # peak resident memory of one arm alone
     python -m benchmarks.cost.dpsgd --pieces 8 --batch 4096 64 --memory ours
 
@@ -132,17 +133,18 @@ def arms(options: argparse.Namespace, ids: Tensor) -> dict[str, Step]:
     return steps
 
 
-def isolation_seconds() -> list[float]:
+def isolation_seconds(device: str, *, in_each_step: bool) -> list[float]:
     """Seconds of the measurements of isolation from now on, of which a first step has one."""
     seconds: list[float] = []
     measure = Isolation.measure
 
     def timed_measure(self: Isolation, *arguments: Any) -> bool:
-        start = time.process_time()
+        start = clock(device)
+        self._is_done = self._is_done and not in_each_step
         try:
             return measure(self, *arguments)
         finally:
-            seconds.append(time.process_time() - start)
+            seconds.append(clock(device) - start)
 
     Isolation.measure = timed_measure  # type: ignore[method-assign]
     return seconds
@@ -183,7 +185,7 @@ def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) 
 def parser() -> argparse.ArgumentParser:
     return shared.parser_of(
         __doc__, device=("cpu", ("cpu", "cuda")), lora=False, tied=False, layers=6, width=384,
-        vocabulary=50257,
+        vocabulary=50257, isolation=False,
         batch=([8, 64], "rows, and tokens of each"), rounds=7, peers=["plain", "hooks", "ghost"],
         pieces=(int, "rows that ours runs at once"),
         memory=(str, ("ours", "plain", "hooks", "ghost")),
@@ -243,15 +245,19 @@ def main() -> None:
         rows = f"{len(ids)} rows" + (f" in pieces of {options.pieces}" if options.pieces else "")
         print(f"{options.memory}, {rows}: peak {most:.3f} GiB, {grown:.3f} in the fit ({place})")
         return
-    isolation = isolation_seconds()
+    isolation = isolation_seconds(options.device, in_each_step=options.isolation)
     results = timed(options, ids)
+    if options.isolation:
+        results["ours"] = [a - b for a, b in zip(results["ours"], isolation, strict=True)]
     medians = {name: statistics.median(times[1:]) for name, times in results.items()}
     print(f"{place}; B x T {tuple(ids.shape)}, {options.rounds} rounds; ", end="")
     print(f"first step of ours {results['ours'][0]:.2f} s, isolation {max(isolation):.2f} s of it")
     for name, seconds in medians.items():
         spread = f"{min(results[name][1:]):.3f} to {max(results[name][1:]):.3f}"
         ratio = paired(results["ours"], results[name])
-        print(f"{name:>6} {seconds:7.3f} s ({spread})   ours/{name} {ratio:.3f}")
+        print(f"{name:>6} {seconds:7.3f} s ({spread})   ours/{name} {ratio:.3f}", end="")
+        shares = [a / b for a, b in zip(isolation[1:], results[name][1:], strict=True)]
+        print(f"   isolation/{name} {statistics.median(shares):.2f}" if options.isolation else "")
 
 
 if __name__ == "__main__":

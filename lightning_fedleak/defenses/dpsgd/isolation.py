@@ -5,8 +5,8 @@ batch move the example's gradient: padding on the left shifts positions, batch n
 activations, a loss divides by all labels. So the training's own collate function, step and loss
 run on *made* rows: one row alone, then the same row in the *company* of a long row, one of one
 token and an empty one. The gradient that would be clipped must be the same in both. A second row
-then stands beside many equal ones, and among them: whatever leaves out a batch's outliers, large
-losses or duplicates leaves out one of these rows.
+then stands beside as many equal ones as a batch has, and among them: whatever leaves out a batch's
+outliers, large losses or duplicates leaves out one of these rows.
 
 Rows are made from the form of one example: its fields, shapes and types, and the largest of its
 whole numbers. Nothing else is read from the data. Dropout and autocast are off, float32 replaces
@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -53,7 +54,9 @@ TOLERANCE = 1e-4
 FLOOR = 1e-2  # of the gradient's norm: the least to which a parameter's move is compared
 TOKENS = 6  # of the row that is compared
 LONG = 128  # tokens of the long row; more take more time
-EQUAL = 8  # equal rows beside another one; what acts only on larger batches is not found
+# Equal rows beside another one: as many as a batch has, as far as they are as cheap as the company.
+EQUAL = 8  # at least
+SKETCHES = 16  # random directions by which gradients are compared. With fewer, one may miss a move.
 # How far a row that is padded or longer moves the others' sum in half precision, over C and the
 # root of their number. In three models of 200 rows it is at most .0078 (benchmarks/defenses/
 # isolation.py --half). It is not measured in the run, where it would depend on the data.
@@ -75,6 +78,7 @@ class Isolation:
         root: The module that is trained.
         precision: Lightning's name of the precision.
         trusted: Whether the user has proved that the loss is a mean of per-sample means.
+        max_rows: The largest number of rows that a step runs at once; None for whole batches.
 
     Attributes:
         is_running: Whether the present step belongs to the measurement.
@@ -83,8 +87,10 @@ class Isolation:
         rounding: :data:`ROUNDING` if anything is computed in half precision, else 0.
     """
 
-    def __init__(self, root: nn.Module, precision: str, *, trusted: bool) -> None:
-        self._root = root
+    def __init__(
+        self, root: nn.Module, precision: str, *, trusted: bool, max_rows: int | None = None
+    ) -> None:
+        self._root, self._max_rows = root, math.inf if max_rows is None else max_rows
         weights = itertools.chain(root.parameters(), root.buffers())
         self.rounding = ROUNDING * (precision.startswith("bf16") or any(map(_is_half, weights)))
         self.is_running = self._is_done = False
@@ -95,6 +101,8 @@ class Isolation:
         self._check = LossCheck(trusted=trusted)  # one, as a factor must not change between runs
         self._draws = _PlantedDraws()
         self._rows: Any = None  # of the last run: per-sample gradients and their weights
+        self._sketched: Any = None
+        self._directions = dict[Tensor, Any]()
 
     def measure(
         self, step: Callable[[Any], Any], sampling: Any, context: DefenseContext, team: Team
@@ -117,6 +125,9 @@ class Isolation:
             return False
         self._is_done = self.is_running = True
         self._recorder = Recorder(self._root)
+        trained = (p for p in self._root.parameters() if p.requires_grad)
+        draw = per_sample.random_directions  # outside of the planted draws
+        self._directions = {p: draw(i, p, SKETCHES) for i, p in enumerate(trained)}
         try:
             with team.together():
                 with _dry_run(self._root, context, self._draws, in_float32=True) as tolerance:
@@ -125,6 +136,7 @@ class Isolation:
         finally:
             self._recorder.remove()
             self.is_running, self._rows, self._alone = False, None, None
+            self._sketched, self._directions = None, {}
         is_half, unmeasured = map(bool, team.largest([is_half, bool(self.reason)]))
         self.rounding = ROUNDING if is_half else 0.0
         if unmeasured:
@@ -163,16 +175,32 @@ class Isolation:
         recorder.check()
         weights = torch.ones(samples) if check.weights is None else check.weights
         self._rows = recorder.parts, samples * weights / check.terms.to(weights)
+        self._sketched = None
         self._saw_half = recorder.half
         recorder.clear()
         return output
 
-    def _gradient(self, row: int) -> dict[Tensor, Tensor]:
-        """Return a row's gradient in the last run, by parameter."""
+    def _row(self, row: int) -> "_Row":
+        """Return a row's gradient in the last run."""
         parts, weights = self._rows
-        sums = {p: per_sample.slice_samples(parts[p], row, row + 1) for p in parts}
-        weight = weights[row : row + 1]
-        return {p: per_sample.weighted_sum(sums[p], weight.to(p.device), p.shape) for p in parts}
+        own = {p: per_sample.slice_samples(parts[p], row, row + 1) for p in parts}
+        return _Row(own, weights[row : row + 1], self._sketches()[:, row])
+
+    def _sketches(self) -> Any:
+        """Return (P, B, K) random projections of the rows' gradients in the last run, as an array.
+
+        Their norms estimate those of the gradients, which would take as long as several steps.
+        """
+        parts, weights = self._rows
+        if self._sketched is None:
+            zeros = torch.zeros(len(weights), SKETCHES, dtype=torch.float64)
+            forms = [
+                per_sample.bilinear_forms(parts[p], *pair).to(zeros) if p in parts else zeros
+                for p, pair in self._directions.items()
+            ]
+            weights = weights.to(zeros)[:, None]
+            self._sketched = (torch.stack(forms) * weights).numpy() / math.sqrt(SKETCHES)
+        return self._sketched
 
     def _compare(self, step: Any, sampling: Any, context: DefenseContext, tolerance: float) -> str:
         """Return why nothing could be measured; empty if a row's gradient stays the same."""
@@ -199,22 +227,23 @@ class Isolation:
             try:
                 collate(company)  # before anything is computed
                 alone()
-                gradient, form = self._gradient(0), self._check.form
+                first, form = self._row(0), self._check.form
                 company, classes = rows[:], draws.classes if has_labels else 1
                 for number, length in enumerate(lengths[1:], 1):
                     company.append(_made(example, number, length, is_padded, number % classes))
                 company[:2] = company[1::-1]
-                if not SMALLEST < _whole_norm(gradient) < math.inf or not _differ(collate(company)):
+                if not SMALLEST < first.norm < math.inf or not _differ(collate(company)):
                     reason = "no row with a gradient of its own could be made"
                     continue
                 other = _made(example, len(lengths), lengths[0], is_padded, 1 % classes)
                 run(company)
-                self.moved, parameter = self._nearest(gradient, tolerance)
+                self.moved, parameter = self._nearest(first, tolerance)
                 if self.moved <= tolerance:
                     self._check_size(alone, form)
                     self._alone = alone
+                    copies = self._copies(sampling, collate(rows), context)
                     pair = rows[0], other
-                    self.moved, parameter = self._among_copies(run, gradient, *pair, tolerance)
+                    self.moved, parameter = self._among(run, first, *pair, copies, tolerance)
                 if self.moved <= tolerance:
                     return ""
             except DefenseError:
@@ -229,7 +258,7 @@ class Isolation:
                 mend = _MASKS
             draws.seed = 1
             alone()
-            if not mend and self._nearest(gradient, tolerance)[0] > tolerance:
+            if not mend and self._nearest(first, tolerance)[0] > tolerance:
                 return "training_step draws random numbers other than by torch.rand, randn and such"
             raise DefenseError(
                 "DPSGD: other rows of a batch change an example's gradient: that of "
@@ -238,21 +267,28 @@ class Isolation:
             )
         return reason
 
-    def _among_copies(
-        self, run: Any, gradient: Any, first: Any, second: Any, tolerance: float
+    def _copies(self, sampling: Any, row: Any, context: DefenseContext) -> int:
+        """Return the number of equal rows: those of a large batch, as far as they are cheap."""
+        mean = sampling.rate * len(sampling.loader.dataset) / context.processes
+        usual = min(self._max_rows, mean + 4 * math.sqrt(mean))  # more in one of 10,000 batches
+        size = max(tensor.numel() for tensor in tensors_of(row))
+        return max(EQUAL, min(math.ceil(usual), 4 * LONG // size))
+
+    def _among(
+        self, run: Any, first: "_Row", row: Any, other: Any, copies: int, tolerance: float
     ) -> tuple[float, Any]:
         """Return how far the gradient of one of two rows moves among copies of the other.
 
         For the last argument and the result see :meth:`_nearest`.
         """
         worst: tuple[float, Any] = (0.0, None)
-        run([second])
-        alone = gradient, self._gradient(0)
-        for counts in ((1, EQUAL), (EQUAL, 1)):
-            copies = zip((first, second), counts, strict=True)
-            run([copy.deepcopy(row) for row, n in copies for _ in range(n)])
+        run([other])
+        alone = first, self._row(0)
+        for counts in ((1, copies), (copies, 1)):
+            equal = zip((row, other), counts, strict=True)
+            run([copy.deepcopy(value) for value, n in equal for _ in range(n)])
             for own, n in zip(alone, counts, strict=True):
-                if _whole_norm(own) > SMALLEST:
+                if own.norm > SMALLEST:
                     worst = max(worst, self._nearest(own, tolerance, n), key=itemgetter(0))
         return worst
 
@@ -281,31 +317,51 @@ class Isolation:
                 raise DefenseError(_SIZE)
         self._draws.factor = 1.0
 
-    def _nearest(
-        self, alone: dict[Any, Tensor], tolerance: float, copies: int = 1
-    ) -> tuple[float, Any]:
+    def _nearest(self, alone: "_Row", tolerance: float, copies: int = 1) -> tuple[float, Any]:
         """Return how far the gradients of as many rows in the last run are from another one.
 
-        They are the nearest rows because a collate function may sort. As soon as as many are near
-        enough, the search ends.
+        They are the nearest rows because a collate function may sort.
 
         Returns:
             The largest distance of a parameter, over the norm of its gradient or at least
-            :data:`FLOOR` of the whole one's, and this parameter.
+            :data:`FLOOR` of the whole one's, and this parameter. A distance within the tolerance
+            is estimated from sketches.
         """
-        total, found = _whole_norm(alone), list[tuple[float, Any]]()
-        for row in sorted(range(len(self._rows[1])), key=lambda row: row != 1):
-            gradient, shares = self._gradient(row), dict[Any, float]()
-            for p in {**alone, **gradient}:
-                first, second = (g[p] if p in g else p.new_zeros(()) for g in (alone, gradient))
-                distance = _whole_norm({p: first - second})
-                size = max(_whole_norm({p: first}), FLOOR * total)
-                shares[p] = math.inf if math.isnan(distance) else distance / size
-            parameter = max(shares, key=shares.__getitem__)
-            found.append((shares[parameter], parameter))
-            if sum(share <= tolerance for share, _ in found) == copies:
-                break
-        return [*sorted(found, key=itemgetter(0)), *[(math.inf, None)] * copies][copies - 1]
+        sizes = np.linalg.norm(alone.sketch, axis=1).clip(FLOOR * alone.norm)
+        distances = np.linalg.norm(self._sketches() - alone.sketch[:, None], axis=2)
+        shares = np.nan_to_num(distances / sizes[:, None], nan=math.inf).max(0)
+        if len(shares) < copies:
+            return math.inf, next(iter(alone.parts))
+        row = shares.argsort()[copies - 1]
+        if shares[row] <= tolerance:
+            return float(shares[row]), None
+        gradients = [self._row(int(row)).gradient(), alone.gradient()]
+        total, found = _whole_norm(gradients[1]), list[tuple[float, Any]]()
+        for p in {**gradients[0], **gradients[1]}:
+            other, first = (g[p] if p in g else p.new_zeros(()) for g in gradients)
+            distance, size = _whole_norm({p: first - other}), _whole_norm({p: first})
+            share = math.inf if math.isnan(distance) else distance / max(size, FLOOR * total)
+            found.append((share, p))
+        return max(found, key=itemgetter(0))
+
+
+@dataclass
+class _Row:
+    """The gradient of a row, its weight, and its sketch (P, K) of P parameters."""
+
+    parts: dict[Tensor, Any]
+    weight: Tensor
+    sketch: Any
+
+    @property
+    def norm(self) -> float:
+        """Return the norm, estimated from the sketch."""
+        return float(np.linalg.norm(self.sketch))
+
+    def gradient(self) -> dict[Tensor, Tensor]:
+        """Return the gradient by parameter."""
+        parts, weight = self.parts, self.weight
+        return {p: per_sample.weighted_sum(parts[p], weight.to(p.device), p.shape) for p in parts}
 
 
 def _ran_out_of_memory(error: Exception) -> bool:

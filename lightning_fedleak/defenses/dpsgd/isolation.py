@@ -54,7 +54,7 @@ TOLERANCE = 1e-4
 FLOOR = 1e-2  # of the gradient's norm: the least to which a parameter's move is compared
 TOKENS = 6  # of the row that is compared
 LONG = 128  # tokens of the long row; more take more time
-# Equal rows beside another one: as many as a batch has, as far as they are as cheap as the company.
+# Equal rows beside another one: as many as a batch has, if they have 2 LONG numbers at most.
 EQUAL = 8  # at least
 SKETCHES = 16  # random directions by which gradients are compared. With fewer, one may miss a move.
 # How far a row that is padded or longer moves the others' sum in half precision, over C and the
@@ -210,7 +210,7 @@ class Isolation:
         example, draws = collate.dataset[collate.index], self._draws
         # Labels of zero for all, where rows with others are not taken.
         forms = itertools.product(_row_lengths(self._root, collate, example), (True, False))
-        for (lengths, is_padded), has_labels in forms:
+        for (lengths, width), has_labels in forms:
 
             def run(chosen: list[Any]) -> Any:  # collated again, as a step may change its batch
                 draws.calls, draws.rows = 0, len(chosen)
@@ -219,7 +219,7 @@ class Isolation:
 
             draws.seed, draws.factor = 0, 1.0
             try:
-                company = [_made(example, i, n, is_padded) for i, n in enumerate(lengths)]
+                company = [_made(example, i, n, width) for i, n in enumerate(lengths)]
             except Exception as error:  # numbers of a kind that torch does not compute with
                 return f"no row like an example could be made: {type(error).__name__}: {error}"
             rows = company[:1]
@@ -230,12 +230,12 @@ class Isolation:
                 first, form = self._row(0), self._check.form
                 company, classes = rows[:], draws.classes if has_labels else 1
                 for number, length in enumerate(lengths[1:], 1):
-                    company.append(_made(example, number, length, is_padded, number % classes))
+                    company.append(_made(example, number, length, width, number % classes))
                 company[:2] = company[1::-1]
                 if not SMALLEST < first.norm < math.inf or not _differ(collate(company)):
                     reason = "no row with a gradient of its own could be made"
                     continue
-                other = _made(example, len(lengths), lengths[0], is_padded, 1 % classes)
+                other = _made(example, len(lengths), lengths[0], width, 1 % classes)
                 run(company)
                 self.moved, parameter = self._nearest(first, tolerance)
                 if self.moved <= tolerance:
@@ -272,7 +272,7 @@ class Isolation:
         mean = sampling.rate * len(sampling.loader.dataset) / context.processes
         usual = min(self._max_rows, mean + 4 * math.sqrt(mean))  # more in one of 10,000 batches
         size = max(tensor.numel() for tensor in tensors_of(row))
-        return max(EQUAL, min(math.ceil(usual), 4 * LONG // size))
+        return max(EQUAL, min(math.ceil(usual), 2 * LONG // size))
 
     def _among(
         self, run: Any, first: "_Row", row: Any, other: Any, copies: int, tolerance: float
@@ -518,8 +518,8 @@ def _is_half(value: Any) -> bool:
 
 def _row_lengths(
     root: nn.Module, collate: EmptyCollate, example: Any
-) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """Yield the tokens of made rows, and whether rows keep the example's length, with padding.
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield the tokens of made rows, and the length to which they are padded; 0 for none.
 
     The first row is the one that is compared, the second the long one. A training that does not
     take rows of the first form may take those of a later one.
@@ -546,8 +546,9 @@ def _row_lengths(
         settings = [getattr(config, "rope_parameters", None) or {} for config in configs]
         long = min(long, *(s.get("original_max_position_embeddings", long) for s in settings))
     lengths = min(TOKENS, max(1, long // 2)), long, 1, 0
-    yield from ((lengths, False), (lengths[:3], False)) if own else ()
-    yield (min(TOKENS, max(1, own // 2)), max(1, own), 1, 0), True
+    yield from ((lengths, 0), (lengths[:3], 0)) if own else ()
+    for width in dict.fromkeys([min(2 * TOKENS, own), own]):
+        yield (min(TOKENS, max(1, width // 2)), max(1, width), 1, 0), max(1, width)
 
 
 def _width(collate: EmptyCollate, example: Any) -> int:
@@ -556,20 +557,18 @@ def _width(collate: EmptyCollate, example: Any) -> int:
     return max((t.shape[-1] for t in tensors if not t.is_floating_point()), default=0)
 
 
-def _made(
-    value: Any, number: int, tokens: int, is_padded: bool, label: int = 0, key: str = ""
-) -> Any:
+def _made(value: Any, number: int, tokens: int, width: int, label: int = 0, key: str = "") -> Any:
     """Return a value of an example's form with other contents.
 
     Args:
         value: The example, or a value inside it.
         number: The number of the row; rows of different numbers differ.
         tokens: The length of its sequences of whole numbers, or of their part without padding.
-        is_padded: Whether sequences keep the length of the example.
+        width: The length to which sequences are padded, but at most the example's; 0 for none.
         label: The value of each single whole number.
         key: The name of the value.
     """
-    form = number, tokens, is_padded, label
+    form = number, tokens, width, label
     if isinstance(value, Mapping):
         return rebuilt(value, {k: _made(v, *form, str(k)) for k, v in value.items()})
     is_sequence = isinstance(value, tuple) and len(value) > 2 and {*map(type, value)} == {int}
@@ -591,11 +590,11 @@ def _made(
 
 
 def _made_numbers(
-    numbers: Tensor, number: int, tokens: int, is_padded: bool, label: int, key: str
+    numbers: Tensor, number: int, tokens: int, width: int, label: int, key: str
 ) -> Tensor:
     """Return other numbers of the form of an example's; for the arguments see :func:`_made`."""
     size = numbers.shape[-1] if numbers.dim() else 1
-    index = torch.arange(size if is_padded else tokens)
+    index = torch.arange(min(size, width) if width else tokens)
     top = max(0, int(numbers.max())) if numbers.numel() else 0
     if "mask" in key:
         top = int("special" not in key)
@@ -612,7 +611,7 @@ def _made_numbers(
         made = index
     else:
         made = 1 + (index * (2 * number + 3) + number + sum(key.encode())) % top
-    if is_padded and bool((numbers < 0).any()):
+    if width and bool((numbers < 0).any()):
         made = torch.where(index < tokens, made, IGNORE_INDEX)
     return made.expand(*numbers.shape[:-1], -1)
 

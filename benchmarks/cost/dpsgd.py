@@ -10,7 +10,8 @@
 
 ``ours`` is a step of Lightning's Trainer under DefendedStrategy, from on_train_batch_start to
 on_train_batch_end, monitors' seams and checks included; ``plain`` and the two of Opacus (per-sample
-hooks and ghost clipping) are bare loops outside of Lightning. Opacus' steps get position ids of
+hooks and ghost clipping) are bare loops outside of Lightning; ``--peers recorded`` is one with our
+hooks alone. Opacus' steps get position ids of
 shape (B, T): with GPT-2's own (1, T) its clipped sums are wrong. Fixed batches, one thread, SGD.
 With ``--pieces`` a batch is run so many rows at a time, by all
 (Opacus' optimizer skips all steps but the last). Processor time, with
@@ -39,6 +40,7 @@ from benchmarks import shared
 from benchmarks.shared import FineTuning, fit, trained
 from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.isolation import Isolation
+from lightning_fedleak.defenses.dpsgd.recorder import Recorder
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
@@ -87,6 +89,19 @@ def plain(model: nn.Module, ids: Tensor, rows: int) -> Step:
     return step
 
 
+def recorded(model: nn.Module, ids: Tensor) -> Step:
+    """A plain step with our hooks alone, which record per-sample gradients in place of sums."""
+    optimizer, recorder = torch.optim.SGD(trained(model), lr=LR), Recorder(model)
+
+    def step() -> None:
+        with recorder.step(len(ids)):
+            loss = mean_of_sample_means(model(ids).logits, ids, causal=True)
+        recorder.without_sums(loss, *recorder.check_uses(loss)).backward()
+        optimizer.step()
+
+    return step
+
+
 def opacus(model: nn.Module, ids: Tensor, mode: str, rows: int) -> Step:
     from opacus import PrivacyEngine
 
@@ -125,7 +140,8 @@ def arms(options: argparse.Namespace, ids: Tensor) -> dict[str, Step]:
     for name in options.peers:
         own = copy.deepcopy(model) if len(options.peers) > 1 else model
         try:
-            step = plain(own, ids, rows) if name == "plain" else opacus(own, ids, name, rows)
+            ours = plain(own, ids, rows) if name == "plain" else recorded(own, ids)
+            step = ours if name in ("plain", "recorded") else opacus(own, ids, name, rows)
             step()
             steps[name] = step
         except NotImplementedError as error:

@@ -248,9 +248,23 @@ def doubled_above_four(losses: Tensor, ids: Tensor) -> Tensor:
     return losses * torch.full((len(ids),), 2.0 if len(ids) > 4 else 1.0)
 
 
-@pytest.mark.parametrize("change", [without_large, without_repeats, doubled_above_four])
-def test_losses_that_follow_a_batch_of_equal_or_many_rows_are_refused(change: Any) -> None:
-    """They treat four different rows as they treat one."""
+def without_large_above_forty(losses: Tensor, ids: Tensor) -> Tensor:
+    return without_large(losses, ids) if len(ids) > 40 else losses
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        (without_large, 8),
+        (without_repeats, 8),
+        (doubled_above_four, 8),
+        (without_large_above_forty, 64),
+    ],
+)
+def test_losses_that_follow_a_batch_of_equal_or_many_rows_are_refused(
+    change: Any, count: int
+) -> None:
+    """They treat four different rows as they treat one, the last also forty."""
     model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 40))
 
     def loss(ids: Tensor) -> Tensor:
@@ -259,7 +273,7 @@ def test_losses_that_follow_a_batch_of_equal_or_many_rows_are_refused(change: An
         return change(losses.mean(1), ids).mean()
 
     with pytest.raises(DefenseError, match="other rows of a batch change an example's gradient"):
-        first_step(model, loss, [*torch.randint(40, (8, 6))])
+        first_step(model, loss, [*torch.randint(40, (count, 6))])
 
 
 def test_weights_of_rows_and_two_numbers_of_an_example_are_measured() -> None:

@@ -457,7 +457,6 @@ class ClippedSum:
                 yield index, parameter, total
             start = end
 
-    @per_sample.full_precision()
     def check_complete(
         self, parameters: Sequence[nn.Parameter], context: base.DefenseContext, team: Team
     ) -> bool:
@@ -477,7 +476,7 @@ class ClippedSum:
         """
         if self._lacks_sums or (self._earlier is not None and not self._earlier.probed):
             return False
-        with team.together():
+        with team.together(), per_sample.full_precision():
             components = [self._components(i, p, team) for i, p in enumerate(parameters)]
         addends = torch.tensor(components, dtype=torch.float64).reshape(-1, 3).to(context.device)
         sums = team.summed(addends).tolist()

@@ -95,8 +95,6 @@ class Isolation:
         self.rounding = ROUNDING * (precision.startswith("bf16") or any(map(_is_half, weights)))
         self.is_running = self._is_done = False
         self.reason, self.moved = "", math.nan
-        self._in_float32, self._saw_half = True, False
-        self._alone: Callable[[], Any] | None = None  # runs the row alone
         self._recorder: Any = None
         self._check = LossCheck(trusted=trusted)  # one, as a factor must not change between runs
         self._draws = _PlantedDraws()
@@ -129,14 +127,13 @@ class Isolation:
         draw = per_sample.random_directions  # outside of the planted draws
         self._directions = {p: draw(i, p, SKETCHES) for i, p in enumerate(trained)}
         try:
-            with team.together():
-                with _dry_run(self._root, context, self._draws, in_float32=True) as tolerance:
-                    self.reason = self._compare(step, sampling, context, tolerance)
-                is_half = self._uses_half(context) or self.rounding > 0
+            dry_run = _dry_run(self._root, context, self._draws)
+            with team.together(), dry_run as tolerance:
+                self.reason = self._compare(step, sampling, context, tolerance)
         finally:
             self._recorder.remove()
-            self.is_running, self._rows, self._alone = False, None, None
-            self._sketched, self._directions = None, {}
+            self.is_running, self._rows, self._sketched, self._directions = False, None, None, {}
+        is_half = self._draws.is_half or self.rounding > 0
         is_half, unmeasured = map(bool, team.largest([is_half, bool(self.reason)]))
         self.rounding = ROUNDING if is_half else 0.0
         if unmeasured:
@@ -146,18 +143,6 @@ class Isolation:
                 "only if it does not."
             )
         return unmeasured
-
-    def _uses_half(self, context: DefenseContext) -> bool:
-        """Return whether the row alone has gradients in half precision, as it is trained.
-
-        It is taken to have them if it fails now, since it ran in float32.
-        """
-        if self._alone is None:
-            return False
-        self._in_float32, self._saw_half = False, True
-        with suppress(Exception), _dry_run(self._root, context, self._draws, in_float32=False):
-            self._alone()  # which sets it
-        return self._saw_half
 
     def run(self, training_step: Callable[[], Any], batch: Any) -> Any:
         """Run a batch of the measurement, and record the gradient of each of its rows."""
@@ -176,7 +161,7 @@ class Isolation:
         weights = torch.ones(samples) if check.weights is None else check.weights
         self._rows = recorder.parts, samples * weights / check.terms.to(weights)
         self._sketched = None
-        self._saw_half = recorder.half
+        self._draws.is_half |= recorder.half
         recorder.clear()
         return output
 
@@ -214,8 +199,7 @@ class Isolation:
 
             def run(chosen: list[Any]) -> Any:  # collated again, as a step may change its batch
                 draws.calls, draws.rows = 0, len(chosen)
-                batch = context.host.to_device(collate(chosen))
-                step(tree_map(_widened, batch) if self._in_float32 else batch)
+                step(tree_map(_widened, context.host.to_device(collate(chosen))))
 
             draws.seed, draws.factor = 0, 1.0
             try:
@@ -240,7 +224,6 @@ class Isolation:
                 self.moved, parameter = self._nearest(first, tolerance)
                 if self.moved <= tolerance:
                     self._check_size(alone, form)
-                    self._alone = alone
                     copies = self._copies(sampling, collate(rows), context)
                     pair = rows[0], other
                     self.moved, parameter = self._among(run, first, *pair, copies, tolerance)
@@ -415,9 +398,10 @@ class _PlantedDraws(TorchFunctionMode):
         seed: The seed of all other draws of a step.
         factor: 1, or the median size to which inputs of losses are multiplied, with its sign.
         classes: The number of classes of the last cross-entropy; 2 if there was none.
+        is_half: Whether autocast was on, or a gradient came in half precision.
     """
 
-    calls, rows, seed, factor, classes = 0, 0, 0, 1.0, 2
+    calls, rows, seed, factor, classes, is_half = 0, 0, 0, 1.0, 2, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
@@ -453,9 +437,7 @@ class _PlantedDraws(TorchFunctionMode):
 
 
 @contextmanager
-def _dry_run(
-    root: nn.Module, context: DefenseContext, draws: _PlantedDraws, *, in_float32: bool
-) -> Iterator[float]:
+def _dry_run(root: nn.Module, context: DefenseContext, draws: _PlantedDraws) -> Iterator[float]:
     """Yield the tolerance, in a context in which steps leave no trace, and draw as ``draws``."""
     reducer = context.host.reducer
     weights = {t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values())}
@@ -466,6 +448,7 @@ def _dry_run(
 
     def use_float32(*_: object) -> None:
         for kind in kinds:
+            draws.is_half |= torch.is_autocast_enabled(kind)
             torch.set_autocast_enabled(kind, False)
         torch.set_default_dtype(torch.promote_types(torch.get_default_dtype(), torch.float32))
 
@@ -486,7 +469,7 @@ def _dry_run(
         for module in root.modules():  # a layer is run again in backward, outside of the mode
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
-        if not (in_float32 and is_copied):
+        if not is_copied:
             yield COARSE
             return
         stack.enter_context(register_module_forward_pre_hook(use_float32))

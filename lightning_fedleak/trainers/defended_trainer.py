@@ -86,7 +86,6 @@ class _TrainerHost(Host):
         """Return the Trainer's settings that break the guarantee; see :meth:`Host.refusals`."""
         trainer, args = self._trainer, self._trainer.args
         callbacks = trainer.callback_handler.callbacks
-        schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
         scheduler = type(trainer.lr_scheduler)
         selections = {
             "load_best_model_at_end": args.load_best_model_at_end,
@@ -97,7 +96,6 @@ class _TrainerHost(Host):
             "metric_for_best_model with save_total_limit": (
                 args.metric_for_best_model and args.save_total_limit
             ),
-            f"lr_scheduler_type={schedule}": schedule in ("reduce_lr_on_plateau", "greedy"),
             f"the scheduler {scheduler.__name__}": (
                 _METRIC_SCHEDULERS.intersection(cls.__name__ for cls in scheduler.__mro__)
             ),

@@ -233,7 +233,7 @@ class Isolation:
                 raise
             except Exception as error:  # the training does not take rows of this form
                 reason = f"rows made like an example raised {type(error).__name__}: {error}"
-                if _ran_out_of_memory(error):
+                if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
                     return f"{reason} (rows of {lengths} tokens)"
                 continue
             mend = _mend(collate(rows), collate(company))
@@ -318,14 +318,13 @@ class Isolation:
         row = shares.argsort()[copies - 1]
         if shares[row] <= tolerance:
             return float(shares[row]), None
-        gradients = [self._row(int(row)).gradient(), alone.gradient()]
-        total, found = _whole_norm(gradients[1]), list[tuple[float, Any]]()
-        for p in {**gradients[0], **gradients[1]}:
-            other, first = (g[p] if p in g else p.new_zeros(()) for g in gradients)
-            distance, size = _whole_norm({p: first - other}), _whole_norm({p: first})
-            share = math.inf if math.isnan(distance) else distance / max(size, FLOOR * total)
-            found.append((share, p))
-        return max(found, key=itemgetter(0))
+        gradients, exact = (alone.gradient(), self._row(int(row)).gradient()), dict[Any, float]()
+        for p in gradients[0] | gradients[1]:
+            first, other = (g[p] if p in g else p.new_zeros(()) for g in gradients)
+            size = max(float(first.norm()), FLOOR * alone.norm)
+            exact[p] = float((first - other).norm().nan_to_num(math.inf, math.inf)) / size
+        parameter = max(exact, key=exact.__getitem__)
+        return exact[parameter], parameter
 
 
 @dataclass
@@ -345,15 +344,6 @@ class _Row:
         """Return the gradient by parameter."""
         parts, weight = self.parts, self.weight
         return {p: per_sample.weighted_sum(parts[p], weight.to(p.device), p.shape) for p in parts}
-
-
-def _ran_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
-
-
-def _whole_norm(gradient: dict[Any, Tensor]) -> float:
-    """Return the norm of a gradient by parameter."""
-    return math.hypot(*(float(torch.linalg.vector_norm(g)) for g in gradient.values()))
 
 
 _OWN_ROW = (

@@ -17,6 +17,7 @@ positions of a sample, summed over all uses of the parameter.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -402,9 +403,9 @@ def bilinear_forms(parts: Parts, left: Tensor, right: Tensor) -> Tensor:
             forms = ((_wide(part.left) @ left) * (_wide(part.right) @ right)).sum(1)
         elif isinstance(part, _ExpertRows):
             sizes = part.left.shape[2], part.right.shape[2], right.shape[1]
-            forms = left.new_zeros(len(part.ids), right.shape[1])
-            for matrix, a, b in part.by_matrix():
-                products = torch.einsum("bcm,mnk,bcn->bk", a, right.view(sizes), b)
+            forms = left.new_zeros(len(part.ids), sizes[2])
+            for matrix, *factors in part.by_matrix():
+                products = torch.einsum("bcm,bcn,mnk->bk", *factors, right.view(sizes))
                 forms = forms + left[matrix] * products
         else:
             forms = (left[part.ids] * (_wide(part.values) @ right)).sum(1)
@@ -427,12 +428,9 @@ def probe(parts: Parts, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """
     squares = left.new_zeros((), dtype=torch.float64)
     for part in parts:
-        if isinstance(part, _Dense):
-            norms = _norms(_wide(part.values).flatten(1))
-        elif isinstance(part, _EmbeddingRows):
-            norms = _norms(part.values)
-        else:
-            norms = _norms(part.left) * _norms(part.right)
+        factors = [value for value in vars(part).values() if value.is_floating_point()]
+        dense = isinstance(part, _Dense)
+        norms = math.prod(_norms(value.flatten(1) if dense else value) for value in factors)
         squares = squares + norms.square().sum()
     return bilinear_forms(parts, left, right).sum(), squares
 

@@ -252,7 +252,7 @@ class Isolation:
 
     def _copies(self, sampling: Any, row: Any, context: DefenseContext) -> int:
         """Return the number of equal rows: those of a large batch, as far as they are cheap."""
-        mean = sampling.rate * len(sampling.loader.dataset) / context.processes
+        mean: float = sampling.rate * len(sampling.loader.dataset) / context.processes
         usual = min(self._max_rows, mean + 4 * math.sqrt(mean))  # more in one of 10,000 batches
         size = max(tensor.numel() for tensor in tensors_of(row))
         return max(EQUAL, min(math.ceil(usual), 2 * LONG // size))

@@ -17,7 +17,6 @@ positions of a sample, summed over all uses of the parameter.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -430,8 +429,8 @@ def probe(parts: Parts, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     for part in parts:
         factors = [value for value in vars(part).values() if value.is_floating_point()]
         dense = isinstance(part, _Dense)
-        norms = math.prod(_norms(value.flatten(1) if dense else value) for value in factors)
-        squares = squares + norms.square().sum()
+        norms = [_norms(value.flatten(1) if dense else value) for value in factors]
+        squares = squares + functools.reduce(torch.mul, norms).square().sum()
     return bilinear_forms(parts, left, right).sum(), squares
 
 

@@ -4,12 +4,14 @@
     python -m benchmarks.cost.dpsgd --lora               # the same with LoRA of rank 8 on c_attn
     python -m benchmarks.cost.dpsgd --tied               # tied: Opacus' ghost clipping refuses it
     python -m benchmarks.cost.dpsgd --layers 4 --width 132 --vocabulary 8000    # a small one
+    python -m benchmarks.cost.dpsgd --isolation          # isolation measured again in each step
     python -m benchmarks.cost.dpsgd --memory ours        # peak resident memory of one arm alone
     python -m benchmarks.cost.dpsgd --pieces 8 --batch 4096 64 --memory ours
 
 ``ours`` is a step of Lightning's Trainer under DefendedStrategy, from on_train_batch_start to
 on_train_batch_end, monitors' seams and checks included; ``plain`` and the two of Opacus (per-sample
-hooks and ghost clipping) are bare loops outside of Lightning. Opacus' steps get position ids of
+hooks and ghost clipping) are bare loops outside of Lightning; ``--peers recorded`` is one with our
+hooks alone. Opacus' steps get position ids of
 shape (B, T): with GPT-2's own (1, T) its clipped sums are wrong. Fixed batches, one thread, SGD.
 With ``--pieces`` a batch is run so many rows at a time, by all
 (Opacus' optimizer skips all steps but the last). Processor time, with
@@ -38,6 +40,7 @@ from benchmarks import shared
 from benchmarks.shared import FineTuning, fit, trained
 from lightning_fedleak.defenses import DPSGD, mean_of_sample_means
 from lightning_fedleak.defenses.dpsgd.isolation import Isolation
+from lightning_fedleak.defenses.dpsgd.recorder import Recorder
 from lightning_fedleak.strategies import DefendedStrategy
 
 SMOKE = (
@@ -86,6 +89,19 @@ def plain(model: nn.Module, ids: Tensor, rows: int) -> Step:
     return step
 
 
+def recorded(model: nn.Module, ids: Tensor) -> Step:
+    """A plain step with our hooks alone, which record per-sample gradients in place of sums."""
+    optimizer, recorder = torch.optim.SGD(trained(model), lr=LR), Recorder(model)
+
+    def step() -> None:
+        with recorder.step(len(ids)):
+            loss = mean_of_sample_means(model(ids).logits, ids, causal=True)
+        recorder.without_sums(loss, *recorder.check_uses(loss)).backward()
+        optimizer.step()
+
+    return step
+
+
 def opacus(model: nn.Module, ids: Tensor, mode: str, rows: int) -> Step:
     from opacus import PrivacyEngine
 
@@ -124,7 +140,8 @@ def arms(options: argparse.Namespace, ids: Tensor) -> dict[str, Step]:
     for name in options.peers:
         own = copy.deepcopy(model) if len(options.peers) > 1 else model
         try:
-            step = plain(own, ids, rows) if name == "plain" else opacus(own, ids, name, rows)
+            ours = plain(own, ids, rows) if name == "plain" else recorded(own, ids)
+            step = ours if name in ("plain", "recorded") else opacus(own, ids, name, rows)
             step()
             steps[name] = step
         except NotImplementedError as error:
@@ -132,17 +149,18 @@ def arms(options: argparse.Namespace, ids: Tensor) -> dict[str, Step]:
     return steps
 
 
-def isolation_seconds() -> list[float]:
+def isolation_seconds(device: str, *, in_each_step: bool) -> list[float]:
     """Seconds of the measurements of isolation from now on, of which a first step has one."""
     seconds: list[float] = []
     measure = Isolation.measure
 
     def timed_measure(self: Isolation, *arguments: Any) -> bool:
-        start = time.process_time()
+        start = clock(device)
+        self._is_done = self._is_done and not in_each_step
         try:
             return measure(self, *arguments)
         finally:
-            seconds.append(time.process_time() - start)
+            seconds.append(clock(device) - start)
 
     Isolation.measure = timed_measure  # type: ignore[method-assign]
     return seconds
@@ -183,7 +201,7 @@ def ours(options: argparse.Namespace, ids: Tensor, callbacks: list[L.Callback]) 
 def parser() -> argparse.ArgumentParser:
     return shared.parser_of(
         __doc__, device=("cpu", ("cpu", "cuda")), lora=False, tied=False, layers=6, width=384,
-        vocabulary=50257,
+        vocabulary=50257, isolation=False,
         batch=([8, 64], "rows, and tokens of each"), rounds=7, peers=["plain", "hooks", "ghost"],
         pieces=(int, "rows that ours runs at once"),
         memory=(str, ("ours", "plain", "hooks", "ghost")),
@@ -243,15 +261,19 @@ def main() -> None:
         rows = f"{len(ids)} rows" + (f" in pieces of {options.pieces}" if options.pieces else "")
         print(f"{options.memory}, {rows}: peak {most:.3f} GiB, {grown:.3f} in the fit ({place})")
         return
-    isolation = isolation_seconds()
+    isolation = isolation_seconds(options.device, in_each_step=options.isolation)
     results = timed(options, ids)
+    if options.isolation:
+        results["ours"] = [a - b for a, b in zip(results["ours"], isolation, strict=True)]
     medians = {name: statistics.median(times[1:]) for name, times in results.items()}
     print(f"{place}; B x T {tuple(ids.shape)}, {options.rounds} rounds; ", end="")
     print(f"first step of ours {results['ours'][0]:.2f} s, isolation {max(isolation):.2f} s of it")
     for name, seconds in medians.items():
         spread = f"{min(results[name][1:]):.3f} to {max(results[name][1:]):.3f}"
         ratio = paired(results["ours"], results[name])
-        print(f"{name:>6} {seconds:7.3f} s ({spread})   ours/{name} {ratio:.3f}")
+        print(f"{name:>6} {seconds:7.3f} s ({spread})   ours/{name} {ratio:.3f}", end="")
+        shares = [a / b for a, b in zip(isolation[1:], results[name][1:], strict=True)]
+        print(f"   isolation/{name} {statistics.median(shares):.2f}" if options.isolation else "")
 
 
 if __name__ == "__main__":

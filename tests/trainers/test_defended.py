@@ -342,7 +342,7 @@ BEST = {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 1, "max_s
         (PUBLIC | BEST, "load_best_model_at_end decides by evaluations.*outside_epsilon=True"),
         (
             {"lr_scheduler_type": "reduce_lr_on_plateau", **PUBLIC},
-            "lr_scheduler_type=reduce_lr_on_plateau decides .*outside_epsilon=True",
+            "the scheduler ReduceLROnPlateau decides .*outside_epsilon=True",
         ),
         (
             {"metric_for_best_model": "loss", "save_total_limit": 1, "save_steps": 1, **PUBLIC},

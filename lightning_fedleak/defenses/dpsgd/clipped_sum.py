@@ -199,7 +199,7 @@ class EarlierPieces:
         if self.probed:
             for index, parameter in enumerate(parameters):
                 if parameter in clipped.parts:
-                    left, right = per_sample.random_direction(index, parameter)
+                    left, right = per_sample.random_directions(index, parameter)
                     value, squares = per_sample.probe(clipped.parts[parameter], left, right)
                     earlier = self.probes.get(parameter, (0.0, 0.0))
                     unit = float(clipped.unit)
@@ -476,7 +476,7 @@ class ClippedSum:
         """
         if self._lacks_sums or (self._earlier is not None and not self._earlier.probed):
             return False
-        with team.together():
+        with team.together(), per_sample.full_precision():
             components = [self._components(i, p, team) for i, p in enumerate(parameters)]
         addends = torch.tensor(components, dtype=torch.float64).reshape(-1, 3).to(context.device)
         sums = team.summed(addends).tolist()
@@ -513,12 +513,12 @@ class ClippedSum:
         if gradient is None:
             return 0.0, 0.0, 0.0
         shard = processes.local_part(gradient).to(where_whole(gradient))
-        left, right = per_sample.random_direction(index, parameter)
+        left, right = per_sample.random_directions(index, parameter)
         shape, wide = (len(left), len(right)), left.dtype
         if shard.shape == gradient.shape:
-            expected = left @ (shard.reshape(shape).to(wide) @ right)
+            expected = left.T @ (shard.reshape(shape).to(wide) @ right)
         else:
-            direction = processes.own_part(torch.outer(left, right).view(gradient.shape), gradient)
+            direction = processes.own_part((left @ right.T).view(gradient.shape), gradient)
             expected = (shard.to(wide) * direction).sum()
         value, squares = map(float, per_sample.probe(parts, left, right))
         earlier = probes.get(parameter, (0.0, 0.0))

@@ -248,7 +248,8 @@ class DPSGD(base.Defense):
         trusted = self.clip.loss == "trusted"
         self._step = WatchedStep(context.root, team, clip=self._clip, trusted=trusted)
         self._step.is_rehearsed = self._has_activation_noise
-        self._isolation = isolation.Isolation(context.root, context.precision, trusted=trusted)
+        run, rows = (context.root, context.precision), self.max_physical_batch_size
+        self._isolation = isolation.Isolation(*run, trusted=trusted, max_rows=rows)
         self._check_quantile()
         if self._sampling is not None:  # set up again: continue its sampling
             self._step.sampling = self._sampling

@@ -5,8 +5,8 @@ batch move the example's gradient: padding on the left shifts positions, batch n
 activations, a loss divides by all labels. So the training's own collate function, step and loss
 run on *made* rows: one row alone, then the same row in the *company* of a long row, one of one
 token and an empty one. The gradient that would be clipped must be the same in both. A second row
-then stands beside many equal ones, and among them: whatever leaves out a batch's outliers, large
-losses or duplicates leaves out one of these rows.
+then stands beside as many equal ones as a batch has, and among them: whatever leaves out a batch's
+outliers, large losses or duplicates leaves out one of these rows.
 
 Rows are made from the form of one example: its fields, shapes and types, and the largest of its
 whole numbers. Nothing else is read from the data. Dropout and autocast are off, float32 replaces
@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -53,7 +54,9 @@ TOLERANCE = 1e-4
 FLOOR = 1e-2  # of the gradient's norm: the least to which a parameter's move is compared
 TOKENS = 6  # of the row that is compared
 LONG = 128  # tokens of the long row; more take more time
-EQUAL = 8  # equal rows beside another one; what acts only on larger batches is not found
+# Equal rows beside another one: as many as a batch has, if they have 2 LONG numbers at most.
+EQUAL = 8  # at least
+SKETCHES = 16  # random directions by which gradients are compared. With fewer, one may miss a move.
 # How far a row that is padded or longer moves the others' sum in half precision, over C and the
 # root of their number. In three models of 200 rows it is at most .0078 (benchmarks/defenses/
 # isolation.py --half). It is not measured in the run, where it would depend on the data.
@@ -75,6 +78,7 @@ class Isolation:
         root: The module that is trained.
         precision: Lightning's name of the precision.
         trusted: Whether the user has proved that the loss is a mean of per-sample means.
+        max_rows: The largest number of rows that a step runs at once; None for whole batches.
 
     Attributes:
         is_running: Whether the present step belongs to the measurement.
@@ -83,18 +87,20 @@ class Isolation:
         rounding: :data:`ROUNDING` if anything is computed in half precision, else 0.
     """
 
-    def __init__(self, root: nn.Module, precision: str, *, trusted: bool) -> None:
-        self._root = root
+    def __init__(
+        self, root: nn.Module, precision: str, *, trusted: bool, max_rows: int | None = None
+    ) -> None:
+        self._root, self._max_rows = root, math.inf if max_rows is None else max_rows
         weights = itertools.chain(root.parameters(), root.buffers())
         self.rounding = ROUNDING * (precision.startswith("bf16") or any(map(_is_half, weights)))
         self.is_running = self._is_done = False
         self.reason, self.moved = "", math.nan
-        self._in_float32, self._saw_half = True, False
-        self._alone: Callable[[], Any] | None = None  # runs the row alone
         self._recorder: Any = None
         self._check = LossCheck(trusted=trusted)  # one, as a factor must not change between runs
         self._draws = _PlantedDraws()
         self._rows: Any = None  # of the last run: per-sample gradients and their weights
+        self._sketched: Any = None
+        self._directions = dict[Tensor, Any]()
 
     def measure(
         self, step: Callable[[Any], Any], sampling: Any, context: DefenseContext, team: Team
@@ -117,14 +123,17 @@ class Isolation:
             return False
         self._is_done = self.is_running = True
         self._recorder = Recorder(self._root)
+        trained = (p for p in self._root.parameters() if p.requires_grad)
+        draw = per_sample.random_directions  # outside of the planted draws
+        self._directions = {p: draw(i, p, SKETCHES) for i, p in enumerate(trained)}
         try:
-            with team.together():
-                with _dry_run(self._root, context, self._draws, in_float32=True) as tolerance:
-                    self.reason = self._compare(step, sampling, context, tolerance)
-                is_half = self._uses_half(context) or self.rounding > 0
+            dry_run = _dry_run(self._root, context, self._draws)
+            with team.together(), dry_run as tolerance:
+                self.reason = self._compare(step, sampling, context, tolerance)
         finally:
             self._recorder.remove()
-            self.is_running, self._rows, self._alone = False, None, None
+            self.is_running, self._rows, self._sketched, self._directions = False, None, None, {}
+        is_half = self._draws.is_half or self.rounding > 0
         is_half, unmeasured = map(bool, team.largest([is_half, bool(self.reason)]))
         self.rounding = ROUNDING if is_half else 0.0
         if unmeasured:
@@ -134,18 +143,6 @@ class Isolation:
                 "only if it does not."
             )
         return unmeasured
-
-    def _uses_half(self, context: DefenseContext) -> bool:
-        """Return whether the row alone has gradients in half precision, as it is trained.
-
-        It is taken to have them if it fails now, since it ran in float32.
-        """
-        if self._alone is None:
-            return False
-        self._in_float32, self._saw_half = False, True
-        with suppress(Exception), _dry_run(self._root, context, self._draws, in_float32=False):
-            self._alone()  # which sets it
-        return self._saw_half
 
     def run(self, training_step: Callable[[], Any], batch: Any) -> Any:
         """Run a batch of the measurement, and record the gradient of each of its rows."""
@@ -163,16 +160,32 @@ class Isolation:
         recorder.check()
         weights = torch.ones(samples) if check.weights is None else check.weights
         self._rows = recorder.parts, samples * weights / check.terms.to(weights)
-        self._saw_half = recorder.half
+        self._sketched = None
+        self._draws.is_half |= recorder.half
         recorder.clear()
         return output
 
-    def _gradient(self, row: int) -> dict[Tensor, Tensor]:
-        """Return a row's gradient in the last run, by parameter."""
+    def _row(self, row: int) -> "_Row":
+        """Return a row's gradient in the last run."""
         parts, weights = self._rows
-        sums = {p: per_sample.slice_samples(parts[p], row, row + 1) for p in parts}
-        weight = weights[row : row + 1]
-        return {p: per_sample.weighted_sum(sums[p], weight.to(p.device), p.shape) for p in parts}
+        own = {p: per_sample.slice_samples(parts[p], row, row + 1) for p in parts}
+        return _Row(own, weights[row : row + 1], self._sketches()[:, row])
+
+    def _sketches(self) -> Any:
+        """Return (P, B, K) random projections of the rows' gradients in the last run, as an array.
+
+        Their norms estimate those of the gradients, which would take as long as several steps.
+        """
+        parts, weights = self._rows
+        if self._sketched is None:
+            zeros = torch.zeros(len(weights), SKETCHES, dtype=torch.float64)
+            forms = [
+                per_sample.bilinear_forms(parts[p], *pair).to(zeros) if p in parts else zeros
+                for p, pair in self._directions.items()
+            ]
+            weights = weights.to(zeros)[:, None]
+            self._sketched = (torch.stack(forms) * weights).numpy() / math.sqrt(SKETCHES)
+        return self._sketched
 
     def _compare(self, step: Any, sampling: Any, context: DefenseContext, tolerance: float) -> str:
         """Return why nothing could be measured; empty if a row's gradient stays the same."""
@@ -182,16 +195,15 @@ class Isolation:
         example, draws = collate.dataset[collate.index], self._draws
         # Labels of zero for all, where rows with others are not taken.
         forms = itertools.product(_row_lengths(self._root, collate, example), (True, False))
-        for (lengths, is_padded), has_labels in forms:
+        for (lengths, width), has_labels in forms:
 
             def run(chosen: list[Any]) -> Any:  # collated again, as a step may change its batch
                 draws.calls, draws.rows = 0, len(chosen)
-                batch = context.host.to_device(collate(chosen))
-                step(tree_map(_widened, batch) if self._in_float32 else batch)
+                step(tree_map(_widened, context.host.to_device(collate(chosen))))
 
             draws.seed, draws.factor = 0, 1.0
             try:
-                company = [_made(example, i, n, is_padded) for i, n in enumerate(lengths)]
+                company = [_made(example, i, n, width) for i, n in enumerate(lengths)]
             except Exception as error:  # numbers of a kind that torch does not compute with
                 return f"no row like an example could be made: {type(error).__name__}: {error}"
             rows = company[:1]
@@ -199,29 +211,29 @@ class Isolation:
             try:
                 collate(company)  # before anything is computed
                 alone()
-                gradient, form = self._gradient(0), self._check.form
+                first, form = self._row(0), self._check.form
                 company, classes = rows[:], draws.classes if has_labels else 1
                 for number, length in enumerate(lengths[1:], 1):
-                    company.append(_made(example, number, length, is_padded, number % classes))
+                    company.append(_made(example, number, length, width, number % classes))
                 company[:2] = company[1::-1]
-                if not SMALLEST < _whole_norm(gradient) < math.inf or not _differ(collate(company)):
+                if not SMALLEST < first.norm < math.inf or not _differ(collate(company)):
                     reason = "no row with a gradient of its own could be made"
                     continue
-                other = _made(example, len(lengths), lengths[0], is_padded, 1 % classes)
+                other = _made(example, len(lengths), lengths[0], width, 1 % classes)
                 run(company)
-                self.moved, parameter = self._nearest(gradient, tolerance)
+                self.moved, parameter = self._nearest(first, tolerance)
                 if self.moved <= tolerance:
                     self._check_size(alone, form)
-                    self._alone = alone
+                    copies = self._copies(sampling, collate(rows), context)
                     pair = rows[0], other
-                    self.moved, parameter = self._among_copies(run, gradient, *pair, tolerance)
+                    self.moved, parameter = self._among(run, first, *pair, copies, tolerance)
                 if self.moved <= tolerance:
                     return ""
             except DefenseError:
                 raise
             except Exception as error:  # the training does not take rows of this form
                 reason = f"rows made like an example raised {type(error).__name__}: {error}"
-                if _ran_out_of_memory(error):
+                if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
                     return f"{reason} (rows of {lengths} tokens)"
                 continue
             mend = _mend(collate(rows), collate(company))
@@ -229,7 +241,7 @@ class Isolation:
                 mend = _MASKS
             draws.seed = 1
             alone()
-            if not mend and self._nearest(gradient, tolerance)[0] > tolerance:
+            if not mend and self._nearest(first, tolerance)[0] > tolerance:
                 return "training_step draws random numbers other than by torch.rand, randn and such"
             raise DefenseError(
                 "DPSGD: other rows of a batch change an example's gradient: that of "
@@ -238,21 +250,28 @@ class Isolation:
             )
         return reason
 
-    def _among_copies(
-        self, run: Any, gradient: Any, first: Any, second: Any, tolerance: float
+    def _copies(self, sampling: Any, row: Any, context: DefenseContext) -> int:
+        """Return the number of equal rows: those of a large batch, as far as they are cheap."""
+        mean: float = sampling.rate * len(sampling.loader.dataset) / context.processes
+        usual = min(self._max_rows, mean + 4 * math.sqrt(mean))  # more in one of 10,000 batches
+        size = max(tensor.numel() for tensor in tensors_of(row))
+        return max(EQUAL, min(math.ceil(usual), 2 * LONG // size))
+
+    def _among(
+        self, run: Any, first: "_Row", row: Any, other: Any, copies: int, tolerance: float
     ) -> tuple[float, Any]:
         """Return how far the gradient of one of two rows moves among copies of the other.
 
         For the last argument and the result see :meth:`_nearest`.
         """
         worst: tuple[float, Any] = (0.0, None)
-        run([second])
-        alone = gradient, self._gradient(0)
-        for counts in ((1, EQUAL), (EQUAL, 1)):
-            copies = zip((first, second), counts, strict=True)
-            run([copy.deepcopy(row) for row, n in copies for _ in range(n)])
+        run([other])
+        alone = first, self._row(0)
+        for counts in ((1, copies), (copies, 1)):
+            equal = zip((row, other), counts, strict=True)
+            run([copy.deepcopy(value) for value, n in equal for _ in range(n)])
             for own, n in zip(alone, counts, strict=True):
-                if _whole_norm(own) > SMALLEST:
+                if own.norm > SMALLEST:
                     worst = max(worst, self._nearest(own, tolerance, n), key=itemgetter(0))
         return worst
 
@@ -281,40 +300,50 @@ class Isolation:
                 raise DefenseError(_SIZE)
         self._draws.factor = 1.0
 
-    def _nearest(
-        self, alone: dict[Any, Tensor], tolerance: float, copies: int = 1
-    ) -> tuple[float, Any]:
+    def _nearest(self, alone: "_Row", tolerance: float, copies: int = 1) -> tuple[float, Any]:
         """Return how far the gradients of as many rows in the last run are from another one.
 
-        They are the nearest rows because a collate function may sort. As soon as as many are near
-        enough, the search ends.
+        They are the nearest rows because a collate function may sort.
 
         Returns:
             The largest distance of a parameter, over the norm of its gradient or at least
-            :data:`FLOOR` of the whole one's, and this parameter.
+            :data:`FLOOR` of the whole one's, and this parameter. A distance within the tolerance
+            is estimated from sketches.
         """
-        total, found = _whole_norm(alone), list[tuple[float, Any]]()
-        for row in sorted(range(len(self._rows[1])), key=lambda row: row != 1):
-            gradient, shares = self._gradient(row), dict[Any, float]()
-            for p in {**alone, **gradient}:
-                first, second = (g[p] if p in g else p.new_zeros(()) for g in (alone, gradient))
-                distance = _whole_norm({p: first - second})
-                size = max(_whole_norm({p: first}), FLOOR * total)
-                shares[p] = math.inf if math.isnan(distance) else distance / size
-            parameter = max(shares, key=shares.__getitem__)
-            found.append((shares[parameter], parameter))
-            if sum(share <= tolerance for share, _ in found) == copies:
-                break
-        return [*sorted(found, key=itemgetter(0)), *[(math.inf, None)] * copies][copies - 1]
+        sizes = np.linalg.norm(alone.sketch, axis=1).clip(FLOOR * alone.norm)
+        distances = np.linalg.norm(self._sketches() - alone.sketch[:, None], axis=2)
+        shares = np.nan_to_num(distances / sizes[:, None], nan=math.inf).max(0)
+        if len(shares) < copies:
+            return math.inf, next(iter(alone.parts))
+        row = shares.argsort()[copies - 1]
+        if shares[row] <= tolerance:
+            return float(shares[row]), None
+        gradients, exact = (alone.gradient(), self._row(int(row)).gradient()), dict[Any, float]()
+        for p in gradients[0] | gradients[1]:
+            first, other = (g[p] if p in g else p.new_zeros(()) for g in gradients)
+            size = max(float(first.norm()), FLOOR * alone.norm)
+            exact[p] = float((first - other).norm().nan_to_num(math.inf, math.inf)) / size
+        parameter = max(exact, key=exact.__getitem__)
+        return exact[parameter], parameter
 
 
-def _ran_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+@dataclass
+class _Row:
+    """The gradient of a row, its weight, and its sketch (P, K) of P parameters."""
 
+    parts: dict[Tensor, Any]
+    weight: Tensor
+    sketch: Any
 
-def _whole_norm(gradient: dict[Any, Tensor]) -> float:
-    """Return the norm of a gradient by parameter."""
-    return math.hypot(*(float(torch.linalg.vector_norm(g)) for g in gradient.values()))
+    @property
+    def norm(self) -> float:
+        """Return the norm, estimated from the sketch."""
+        return float(np.linalg.norm(self.sketch))
+
+    def gradient(self) -> dict[Tensor, Tensor]:
+        """Return the gradient by parameter."""
+        parts, weight = self.parts, self.weight
+        return {p: per_sample.weighted_sum(parts[p], weight.to(p.device), p.shape) for p in parts}
 
 
 _OWN_ROW = (
@@ -359,9 +388,10 @@ class _PlantedDraws(TorchFunctionMode):
         seed: The seed of all other draws of a step.
         factor: 1, or the median size to which inputs of losses are multiplied, with its sign.
         classes: The number of classes of the last cross-entropy; 2 if there was none.
+        is_half: Whether autocast was on, or a gradient came in half precision.
     """
 
-    calls, rows, seed, factor, classes = 0, 0, 0, 1.0, 2
+    calls, rows, seed, factor, classes, is_half = 0, 0, 0, 1.0, 2, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
@@ -397,9 +427,7 @@ class _PlantedDraws(TorchFunctionMode):
 
 
 @contextmanager
-def _dry_run(
-    root: nn.Module, context: DefenseContext, draws: _PlantedDraws, *, in_float32: bool
-) -> Iterator[float]:
+def _dry_run(root: nn.Module, context: DefenseContext, draws: _PlantedDraws) -> Iterator[float]:
     """Yield the tolerance, in a context in which steps leave no trace, and draw as ``draws``."""
     reducer = context.host.reducer
     weights = {t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values())}
@@ -410,6 +438,7 @@ def _dry_run(
 
     def use_float32(*_: object) -> None:
         for kind in kinds:
+            draws.is_half |= torch.is_autocast_enabled(kind)
             torch.set_autocast_enabled(kind, False)
         torch.set_default_dtype(torch.promote_types(torch.get_default_dtype(), torch.float32))
 
@@ -430,7 +459,7 @@ def _dry_run(
         for module in root.modules():  # a layer is run again in backward, outside of the mode
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
-        if not (in_float32 and is_copied):
+        if not is_copied:
             yield COARSE
             return
         stack.enter_context(register_module_forward_pre_hook(use_float32))
@@ -462,8 +491,8 @@ def _is_half(value: Any) -> bool:
 
 def _row_lengths(
     root: nn.Module, collate: EmptyCollate, example: Any
-) -> Iterator[tuple[tuple[int, ...], bool]]:
-    """Yield the tokens of made rows, and whether rows keep the example's length, with padding.
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield the tokens of made rows, and the length to which they are padded; 0 for none.
 
     The first row is the one that is compared, the second the long one. A training that does not
     take rows of the first form may take those of a later one.
@@ -490,8 +519,9 @@ def _row_lengths(
         settings = [getattr(config, "rope_parameters", None) or {} for config in configs]
         long = min(long, *(s.get("original_max_position_embeddings", long) for s in settings))
     lengths = min(TOKENS, max(1, long // 2)), long, 1, 0
-    yield from ((lengths, False), (lengths[:3], False)) if own else ()
-    yield (min(TOKENS, max(1, own // 2)), max(1, own), 1, 0), True
+    yield from ((lengths, 0), (lengths[:3], 0)) if own else ()
+    for width in dict.fromkeys([min(2 * TOKENS, own), own]):
+        yield (min(TOKENS, max(1, width // 2)), max(1, width), 1, 0), max(1, width)
 
 
 def _width(collate: EmptyCollate, example: Any) -> int:
@@ -500,20 +530,18 @@ def _width(collate: EmptyCollate, example: Any) -> int:
     return max((t.shape[-1] for t in tensors if not t.is_floating_point()), default=0)
 
 
-def _made(
-    value: Any, number: int, tokens: int, is_padded: bool, label: int = 0, key: str = ""
-) -> Any:
+def _made(value: Any, number: int, tokens: int, width: int, label: int = 0, key: str = "") -> Any:
     """Return a value of an example's form with other contents.
 
     Args:
         value: The example, or a value inside it.
         number: The number of the row; rows of different numbers differ.
         tokens: The length of its sequences of whole numbers, or of their part without padding.
-        is_padded: Whether sequences keep the length of the example.
+        width: The length to which sequences are padded, but at most the example's; 0 for none.
         label: The value of each single whole number.
         key: The name of the value.
     """
-    form = number, tokens, is_padded, label
+    form = number, tokens, width, label
     if isinstance(value, Mapping):
         return rebuilt(value, {k: _made(v, *form, str(k)) for k, v in value.items()})
     is_sequence = isinstance(value, tuple) and len(value) > 2 and {*map(type, value)} == {int}
@@ -535,11 +563,11 @@ def _made(
 
 
 def _made_numbers(
-    numbers: Tensor, number: int, tokens: int, is_padded: bool, label: int, key: str
+    numbers: Tensor, number: int, tokens: int, width: int, label: int, key: str
 ) -> Tensor:
     """Return other numbers of the form of an example's; for the arguments see :func:`_made`."""
     size = numbers.shape[-1] if numbers.dim() else 1
-    index = torch.arange(size if is_padded else tokens)
+    index = torch.arange(min(size, width) if width else tokens)
     top = max(0, int(numbers.max())) if numbers.numel() else 0
     if "mask" in key:
         top = int("special" not in key)
@@ -556,7 +584,7 @@ def _made_numbers(
         made = index
     else:
         made = 1 + (index * (2 * number + 3) + number + sum(key.encode())) % top
-    if is_padded and bool((numbers < 0).any()):
+    if width and bool((numbers < 0).any()):
         made = torch.where(index < tokens, made, IGNORE_INDEX)
     return made.expand(*numbers.shape[:-1], -1)
 

@@ -382,57 +382,71 @@ def weighted_sum(
     return total.view(shape)
 
 
-def probe(parts: Parts, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bilinear form ``left^T G right`` of the gradient ``G = sum_b gradient_b``.
+def bilinear_forms(parts: Parts, left: Tensor, right: Tensor) -> Tensor:
+    """Return (B, K) the bilinear forms ``left_k^T g_b right_k`` of the samples' gradients g_b.
 
-    It serves to compare G with autograd's gradient without computing G: for random vectors the
-    bilinear forms of two different gradients differ with probability 1.
+    They serve to compare gradients without computing them: over normal random vectors, a form of
+    the difference of two gradients has the difference's norm as its standard deviation.
+
+    Args:
+        parts: The gradients of all B samples.
+        left: (m, K) random numbers. m is the parameter's first dimension.
+        right: (n, K) random numbers. n is the product of its other dimensions (1 for a vector).
+    """
+    total = left.new_zeros(())
+    for part in parts:
+        if isinstance(part, _Dense):
+            values = _wide(part.values)
+            forms = ((values.reshape(len(values), len(left), -1) @ right) * left).sum(1)
+        elif isinstance(part, _Outer):
+            forms = ((_wide(part.left) @ left) * (_wide(part.right) @ right)).sum(1)
+        elif isinstance(part, _ExpertRows):
+            sizes = part.left.shape[2], part.right.shape[2], right.shape[1]
+            forms = left.new_zeros(len(part.ids), sizes[2])
+            for matrix, *factors in part.by_matrix():
+                products = torch.einsum("bcm,bcn,mnk->bk", *factors, right.view(sizes))
+                forms = forms + left[matrix] * products
+        else:
+            forms = (left[part.ids] * (_wide(part.values) @ right)).sum(1)
+        total = total + forms
+    return total
+
+
+def probe(parts: Parts, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bilinear form of the samples' sum, for one pair of vectors, and its scale.
 
     Args:
         parts: The gradients of all samples.
-        left: (m,) random numbers. m is the parameter's first dimension.
-        right: (n,) random numbers. n is the product of its other dimensions (1 for a vector).
+        left: (m, 1) random numbers, see :func:`bilinear_forms`.
+        right: (n, 1) random numbers.
 
     Returns:
-        The bilinear form, and the sum of the squared norms of the terms that add up to G, one for
-        each position or, in a dense part, for each sample. Both are scalars, the latter in float64.
-        Over random vectors the standard deviation of the form is the norm of G.
+        The form, and the sum of the squared norms of the terms that add up to the gradient, one
+        for each position or, in a dense part, for each sample. Both are scalars, the latter in
+        float64.
     """
-    value, squares = left.new_zeros(()), left.new_zeros((), dtype=torch.float64)
+    squares = left.new_zeros((), dtype=torch.float64)
     for part in parts:
-        if isinstance(part, _Dense):
-            terms = _wide(part.values).flatten(1)
-            forms = (terms.view(len(terms), len(left), -1) @ right) @ left
-            norms = _norms(terms)
-        elif isinstance(part, _Outer):
-            forms = (_wide(part.left) @ left) * (_wide(part.right) @ right)
-            norms = _norms(part.left) * _norms(part.right)
-        elif isinstance(part, _ExpertRows):
-            forms = left.new_zeros(())
-            direction = right.view(part.left.shape[2], part.right.shape[2])
-            for matrix, a, b in part.as_one_sample(left.new_ones(len(part.ids))).by_matrix():
-                forms = forms + left[matrix] * ((a @ direction) * b).sum()
-            norms = _norms(part.left) * _norms(part.right)
-        else:
-            forms = left[part.ids] * (_wide(part.values) @ right)
-            norms = _norms(part.values)
-        value, squares = value + forms.sum(), squares + norms.square().sum()
-    return value, squares
+        factors = [value for value in vars(part).values() if value.is_floating_point()]
+        dense = isinstance(part, _Dense)
+        norms = [_norms(value.flatten(1) if dense else value) for value in factors]
+        squares = squares + functools.reduce(torch.mul, norms).square().sum()
+    return bilinear_forms(parts, left, right).sum(), squares
 
 
-def random_direction(index: int, parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two vectors of standard normal numbers for :func:`probe`.
+def random_directions(index: int, parameter: Tensor, number: int = 1) -> tuple[Tensor, Tensor]:
+    """Return (m, K) and (n, K), K = ``number`` pairs of vectors of standard normal numbers.
 
-    The first has the size of the parameter's first dimension, the second that of the others. They
-    depend only on the parameter's shape, dtype and device, and on ``index``, its index in the list
-    of parameters.
+    m is the size of the parameter's first dimension, n that of the others. They depend only on the
+    parameter's shape, dtype and device, on ``index``, its index in the list of parameters, and on
+    ``number``.
     """
     device = where_whole(parameter)
     generator = torch.Generator(device).manual_seed(index)
     wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     left, right = (
-        torch.randn(n, generator=generator, device=device, dtype=wide)
-        for n in (parameter.shape[0], parameter.shape[1:].numel())
+        torch.randn(n, number, generator=generator, device=device, dtype=wide)
+        for n in (parameter.shape[:1].numel(), parameter.shape[1:].numel())
     )
     return left, right
 

@@ -109,39 +109,50 @@ def check_order(loader: DataLoader[Any]) -> None:
     """
     with preserve_process():
         indices = _probe_indices(loader)
-        count = len(indices)
-        # Sorting, reversing and rotating do not undo this order.
-        order = [*range(1, count - 1), 0, count - 1] if count > 2 else [*range(count)][::-1]
-        tensors, repeats, permutations = (
-            _collated_tensors(loader, batch_indices)
-            for batch_indices in (indices, indices, [indices[i] for i in order])
-        )
-        has_evidence = False
-        for tensor, repeat, permutation in zip(tensors, repeats, permutations, strict=False):
-            if len(tensor) != count:
-                continue
-            if _are_equal(tensor, repeat):
-                # A tensor that does not depend on the examples, such as row numbers, is accepted.
-                keeps_order = _are_equal(tensor[order], permutation) or any(
-                    _are_equal(tensor, constant)
-                    for constant in _collated_tensors(loader, indices[:1] * count)
-                )
-                # Equal rows do not show their order.
-                has_evidence = has_evidence or not _are_equal(tensor, tensor[:1].expand_as(tensor))
-            else:
-                keeps_order = not _is_shuffled(tensor, repeat)
-            if not keeps_order:
-                raise DefenseError(
-                    f"DPSGD: unit=Users(): the collate function ({_collate_name(loader)}) or the "
-                    "dataset's `__getitems__` changes the order of rows: let row i be of example i "
-                    "(pack_padded_sequence takes enforce_sorted=False)"
-                )
-    if count > 1 and not has_evidence:
+        has_evidence = _check_order_of(loader, indices)
+        if len(indices) == 2:  # of two, what reverses or sorts looks like what keeps an order
+            _check_order_of(loader, indices * (PROBES // 2))
+    if len(indices) > 1 and not has_evidence:
         warnings.warn(
             f"DPSGD: unit=Users(): whether the collate function ({_collate_name(loader)}) keeps "
             "the order of examples could not be checked. It is trusted; make sure that it does.",
             stacklevel=4,
         )
+
+
+def _check_order_of(loader: DataLoader[Any], indices: list[int]) -> bool:
+    """Return whether the order of a batch of these examples can be seen; see :func:`check_order`.
+
+    Raises:
+        DefenseError: The order changes, or a row is made of several examples.
+    """
+    count, has_evidence = len(indices), False
+    # Sorting, reversing and rotating do not undo this order.
+    order = [*range(1, count - 1), 0, count - 1] if count > 2 else [*range(count)][::-1]
+    tensors, repeats, permutations = (
+        _collated_tensors(loader, batch_indices)
+        for batch_indices in (indices, indices, [indices[i] for i in order])
+    )
+    for tensor, repeat, permutation in zip(tensors, repeats, permutations, strict=False):
+        if len(tensor) != count:
+            continue
+        if _are_equal(tensor, repeat):
+            # A tensor that does not depend on the examples, such as row numbers, is accepted.
+            keeps_order = _are_equal(tensor[order], permutation) or any(
+                _are_equal(tensor, constant)
+                for constant in _collated_tensors(loader, indices[:1] * count)
+            )
+            # Equal rows do not show their order.
+            has_evidence = has_evidence or not _are_equal(tensor, tensor[:1].expand_as(tensor))
+        else:
+            keeps_order = not _is_shuffled(tensor, repeat)
+        if not keeps_order:
+            raise DefenseError(
+                f"DPSGD: unit=Users(): the collate function ({_collate_name(loader)}) or the "
+                "dataset's `__getitems__` changes the order of rows: let row i be of example i "
+                "(pack_padded_sequence takes enforce_sorted=False)"
+            )
+    return has_evidence
 
 
 def check_documents(loader: DataLoader[Any], *, by_user: bool) -> None:

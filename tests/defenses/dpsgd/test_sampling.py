@@ -70,6 +70,10 @@ def masked_longest_first(rows: Sequence[Row]) -> dict[str, Tensor]:
     return masked(sorted(rows, key=lambda row: -len(row[0])))
 
 
+def last_first(rows: Sequence[Row]) -> dict[str, Tensor]:
+    return padded(rows[::-1])
+
+
 def numbered(rows: Sequence[Row]) -> dict[str, Tensor]:
     return padded(rows) | {"number": torch.arange(len(rows))}
 
@@ -102,6 +106,8 @@ def by_user(collate: Any, dataset: Dataset[Any]) -> Sampling:
         (with_others, Texts(VARIOUS)),
         (masked_longest_first, Texts(VARIOUS)),
         (padded, Unordered(VARIOUS)),
+        *((f, Texts([2, 5])) for f in (last_first, longest_first, with_others)),
+        (padded, Unordered([2, 5])),
     ],
 )
 def test_rows_in_another_order_than_the_examples_are_refused_where_users_are_drawn(

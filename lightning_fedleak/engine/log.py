@@ -338,11 +338,7 @@ class Report:
         self._seconds, self._control_seconds, self._seconds_of = 0.0, 0.0, Counter[str]()
 
     def ends(
-        self,
-        first_step: int,
-        set_up_seconds: float,
-        run_seconds: float,
-        reference_seconds: float,
+        self, first_step: int, set_up_seconds: float, run_seconds: float, reference_seconds: float
     ) -> None:
         """Log the number of steps with a result, their cost, and the last values of the worst.
 

@@ -31,12 +31,7 @@ from lightning_fedleak.evaluation.canaries import CanarySet, EntitySet
 from lightning_fedleak.evaluation.entities import finders_of
 from lightning_fedleak.model.batches import BatchAdapter
 from lightning_fedleak.model.snapshots import ON_THE_WAY, Stage
-from lightning_fedleak.validate import (
-    check_choice,
-    check_integer,
-    check_number,
-    explain_arguments,
-)
+from lightning_fedleak.validate import check_choice, check_integer, check_number, explain_arguments
 
 ASSUMED = HONEST_BUT_CURIOUS | {Capability.KNOWS_TARGET_TEXT}
 """Capabilities that the adversary has by default, besides what it sees."""

@@ -75,7 +75,8 @@ def verify_run(
     fits = [] if verdict.contradictions else read([run / records.RECORD]).fits
     for fit in fits:
         _check_gates(fit, verdict)
-    not_checked += _stated(fits)
+    stated = {fit.begin.stated for fit in fits if fit.begin is not None}
+    not_checked += sorted(stated - {""})
     _check_report(run / REPORT, run, fits, records.as_json, verdict)
     if heads:
         checked.append("noted hashes")
@@ -101,11 +102,6 @@ def verify_run(
     else:
         checked += _check_repetition(last_fit, repetition, verdict)
     return verdict
-
-
-def _stated(fits: Sequence[FitLog]) -> list[str]:
-    """Return what users say of runs, which nothing checks."""
-    return sorted({fit.begin.stated for fit in fits if fit.begin is not None} - {""})
 
 
 # ---- gates --------------------------------------------------------------------------------------

@@ -245,9 +245,7 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
     """Return the reading of a family: the value of its best attack, and the verdict on it."""
     attacks, attack = of_what_left(fit, family.name), best_of_family(fit, family.name)
     reading = Reading(
-        family=family.name,
-        title=capitalized(family.short_title),
-        question=family.tested,
+        family=family.name, title=capitalized(family.short_title), question=family.tested
     )
     if attack is None or attack.quoted is None:
         return replace(reading, **(_without_value(attacks) if attacks else _unexposed(fit, family)))

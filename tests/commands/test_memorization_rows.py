@@ -17,11 +17,7 @@ from lightning_fedleak.cli.finetuning import SourceError
 from lightning_fedleak.cli.finetuning.assets import EMBEDDED_MESSAGES, EMBEDDED_MODEL
 from lightning_fedleak.cli.finetuning.module import load_tokenizer
 from lightning_fedleak.cli.finetuning.texts import read_texts
-from lightning_fedleak.cli.studies.models import (
-    find_model,
-    log_probs_before_and_after,
-    query_texts,
-)
+from lightning_fedleak.cli.studies.models import find_model, log_probs_before_and_after, query_texts
 from lightning_fedleak.engine import Memorization
 from lightning_fedleak.engine.channels.released.pool import Pool
 from lightning_fedleak.evaluation.canaries import leave_out

@@ -5,9 +5,7 @@ from lightning_fedleak.attacks.memorization.extraction import Entities as Entiti
 from lightning_fedleak.attacks.memorization.extraction import EntityGuess as EntityGuess
 from lightning_fedleak.attacks.memorization.extraction import Extraction as Extraction
 from lightning_fedleak.attacks.memorization.extraction import ExtractionGuess as ExtractionGuess
-from lightning_fedleak.attacks.memorization.references import (
-    CombinedReference as CombinedReference,
-)
+from lightning_fedleak.attacks.memorization.references import CombinedReference as CombinedReference
 from lightning_fedleak.attacks.memorization.scores import MAX_GAIN as MAX_GAIN
 from lightning_fedleak.attacks.memorization.scores import Combined as Combined
 from lightning_fedleak.attacks.memorization.scores import ErrorZone as ErrorZone

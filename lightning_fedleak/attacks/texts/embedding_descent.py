@@ -337,10 +337,6 @@ class EmbeddingDescent(base.InversionAttack):
         """Return the most similar tokens."""
         return self.table.nearest(variables, 1, self.likeness)[..., 0]
 
-    def tokens_at_once(self) -> int:
-        """Return the number of tokens in one run."""
-        return TOKENS_AT_ONCE
-
     # ---- the descent ----------------------------------------------------------------------
 
     def reconstruct(
@@ -348,7 +344,7 @@ class EmbeddingDescent(base.InversionAttack):
     ) -> base.TextGuess:
         """Return the texts of hidden states (B, L, d)."""
         limit, bottom = base.WorkLimit(self), self.bottom
-        rows = max(1, self.tokens_at_once() // hidden.shape[1])
+        rows = max(1, TOKENS_AT_ONCE // hidden.shape[1])
         with torch.inference_mode(False), torch.no_grad(), bottom.session():
             # Cloned, since autograd takes no tensors that were made in inference mode.
             copies = [

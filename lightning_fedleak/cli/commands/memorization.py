@@ -354,10 +354,7 @@ def _query(
     seen: Sequence[tuple[int | None, set[bytes]]],
     options: Namespace,
 ) -> tuple[
-    list[TokenSnapshot],
-    list[TokenSnapshot],
-    References | None,
-    records.ReferenceFacts | None,
+    list[TokenSnapshot], list[TokenSnapshot], References | None, records.ReferenceFacts | None
 ]:
     """Query the base, the trained model and the reference models once for each whole text.
 

@@ -297,11 +297,7 @@ def check_read_by(anatomy: Anatomy, texts: Sequence[Text], option: str) -> None:
 
 
 def query_texts(
-    anatomy: Anatomy,
-    texts: Sequence[Text],
-    mask: int | None,
-    option: str,
-    dtype: str | None = None,
+    anatomy: Anatomy, texts: Sequence[Text], mask: int | None, option: str, dtype: str | None = None
 ) -> TokenSnapshot:
     """Return the token log-probabilities of a model, on a GPU if there is one, with a bar.
 

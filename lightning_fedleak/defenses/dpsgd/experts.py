@@ -26,11 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fedleak.defenses.base import DefenseError
 from lightning_fedleak.defenses.dpsgd import rerun
-from lightning_fedleak.defenses.dpsgd.per_sample import (
-    Part,
-    _EmbeddingRows,
-    _ExpertRows,
-)
+from lightning_fedleak.defenses.dpsgd.per_sample import Part, _EmbeddingRows, _ExpertRows
 
 # The advice at the end of error messages.
 _MEND = "Freeze it, or train a LoRA of the attention (target_modules)."

@@ -36,12 +36,7 @@ from lightning_fedleak.defenses.dpsgd import per_sample
 from lightning_fedleak.defenses.dpsgd.clipped_sum import COARSE
 from lightning_fedleak.defenses.dpsgd.loss_graph import LossCheck
 from lightning_fedleak.defenses.dpsgd.poisson import EmptyCollate, rebuilt
-from lightning_fedleak.defenses.dpsgd.recorder import (
-    Recorder,
-    count_samples,
-    tensors_of,
-    values_in,
-)
+from lightning_fedleak.defenses.dpsgd.recorder import Recorder, count_samples, tensors_of, values_in
 from lightning_fedleak.defenses.processes import Team
 from lightning_fedleak.messages import rank_zero_warn
 from lightning_fedleak.model.batches import IGNORE_INDEX

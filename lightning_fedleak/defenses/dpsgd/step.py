@@ -25,13 +25,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_fedleak.defenses.base import DefenseContext, DefenseError
 from lightning_fedleak.defenses.dpsgd import experts, loss_graph
 from lightning_fedleak.defenses.dpsgd.clipped_sum import Clip, ClippedSum, EarlierPieces
-from lightning_fedleak.defenses.dpsgd.logical import (
-    Step,
-    pieces_of,
-    rows_of,
-    run_pieces,
-    with_loss,
-)
+from lightning_fedleak.defenses.dpsgd.logical import Step, pieces_of, rows_of, run_pieces, with_loss
 from lightning_fedleak.defenses.dpsgd.poisson import Sampling, UserBatchSampler
 from lightning_fedleak.defenses.dpsgd.recorder import Recorder, count_samples
 from lightning_fedleak.defenses.dpsgd.writes import Buffers, Weights

@@ -15,12 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_fedleak.attacks import Attack, Capability, RunFacts, require
 from lightning_fedleak.engine.run import AUTOCAST, Run
-from lightning_fedleak.model.anatomy import (
-    EMBEDDING_WEIGHT,
-    HEAD_BIAS,
-    HEAD_WEIGHT,
-    Anatomy,
-)
+from lightning_fedleak.model.anatomy import EMBEDDING_WEIGHT, HEAD_BIAS, HEAD_WEIGHT, Anatomy
 from lightning_fedleak.model.model_runs import why_not_run
 
 # What an adversary sees through the gradient of a parameter, by its role.

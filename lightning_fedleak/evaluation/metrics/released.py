@@ -20,11 +20,7 @@ from scipy.stats import beta, binom, mannwhitneyu, nhypergeom, rankdata
 from torch import Tensor
 
 from lightning_fedleak.attacks.memorization.extraction import Extraction, ExtractionGuess
-from lightning_fedleak.attacks.memorization.scores import (
-    MAX_BLIND_AUC,
-    MIN_BLIND_AUC,
-    Combined,
-)
+from lightning_fedleak.attacks.memorization.scores import MAX_BLIND_AUC, MIN_BLIND_AUC, Combined
 from lightning_fedleak.evaluation.metrics.clustered import auc, columns, least_error
 from lightning_fedleak.evaluation.metrics.clustered import spent_at as spent_at
 from lightning_fedleak.evaluation.metrics.rates import ALPHA, UNKNOWN, Rate, flat, proportion

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fedleak.model import model_runs
-from lightning_fedleak.model.anatomy import (
-    Anatomy,
-    has_cache,
-    ids_argument,
-    place_of,
-    text_blocks,
-)
+from lightning_fedleak.model.anatomy import Anatomy, has_cache, ids_argument, place_of, text_blocks
 from lightning_fedleak.model.batches import TokenBatch
 from lightning_fedleak.model.model_state import reset_compiled
 from lightning_fedleak.model.snapshots import UnusableObservation

@@ -62,11 +62,7 @@ def is_uneven(calls: Sequence[ModelCall]) -> bool:
 
 
 def shuffle_words(
-    step: Step,
-    special: frozenset[int],
-    generator: torch.Generator,
-    *,
-    with_words: bool = False,
+    step: Step, special: frozenset[int], generator: torch.Generator, *, with_words: bool = False
 ) -> Step:
     """Return a control: a copy of a step with its tokens shuffled over their positions.
 

@@ -36,12 +36,6 @@ DEVICE_ENTRIES_AT_ONCE = 1 << 24
 # If smaller, the rounding of bfloat16 is not stored for large batches, and counts as a change of
 # the gradient.
 MAX_RESIDUAL_ENTRIES = 1 << 22
-# Number of entries of dL/dlogits in float32 up to which each is stored as it was, in 32 MiB.
-#
-# It is that of 4 texts of 256 tokens and 32,000 types. If larger, larger steps are repeated bit by
-# bit, with more memory. If smaller, rounding is added to the controls of more steps, and each pays
-# for one more gradient and attack, which show that the rounding hides no word.
-MAX_EXACT_ENTRIES = 1 << 25
 # Largest sum of the other entries with a label's sign, in units of the label's own entry.
 #
 # Above it the label is found by fitting the row's shape (:func:`_fit_others`). If larger, soft
@@ -349,7 +343,8 @@ class _Residual(NamedTuple):
             :data:`MAX_RESIDUAL_ENTRIES`, or if the gradient has no rows.
         values: (k,) the gradient's entries at ``indices``.
         steps: (n, V) int8, by how many representable numbers each other entry of a float32 gradient
-            differs; None in other types, and of more than :data:`MAX_EXACT_ENTRIES`.
+            differs, so that a repeated step has the same bits; None in other types. It takes a
+            twelfth of the memory of the logits, their softmax and their gradient.
     """
 
     share: float
@@ -362,10 +357,8 @@ class _Residual(NamedTuple):
 def find_residual(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _Residual:
     """Return the entries of a gradient (n, V) that the shapes of its rows do not reproduce."""
     at_once, width = _rows_at_once(gradient), gradient.shape[1]
-    steps: Tensor | None = None
-    if gradient.dtype is torch.float32 and gradient.numel() <= MAX_EXACT_ENTRIES:
-        steps = torch.empty_like(gradient, dtype=torch.int8)
-    tolerance = 2e-7 if gradient.dtype.itemsize > 2 else 0.0  # rounding of float32 is about 1e-7
+    is_single = gradient.dtype is torch.float32
+    steps = torch.empty_like(gradient, dtype=torch.int8) if is_single else None
     indices, values = [], []
     n_entries = 0
     residual_norm, gradient_norm = gradient.new_zeros(2, dtype=torch.float32)  # squared
@@ -378,7 +371,7 @@ def find_residual(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _Residua
         residual_norm += residual.square().sum()
         gradient_norm += true_rows.float().square().sum()
         if steps is None:
-            is_off = residual.abs() > tolerance * true_rows.abs().amax(1, keepdim=True)
+            is_off = true_rows != made_rows
         else:
             difference = true_rows.view(torch.int32) - made_rows.view(torch.int32)
             is_off = (difference < -127) | (difference > 127)

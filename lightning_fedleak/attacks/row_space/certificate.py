@@ -8,7 +8,7 @@ if the types explain the rows and no other tokens could. :func:`silent_tokens` r
 that prevent a certificate, because they would leave no trace in the rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from lightning_fedleak.attacks.row_space.atoms import Atoms, normalize
 from lightning_fedleak.attacks.row_space.shared_rows import MAX_NOISE_RATIO, SharedRows
 
 _TWINS_AT_ONCE = 1024  # nearly equal atoms that are in float64 at once, which bounds the memory
+_MAX_STORED = 1 << 23  # entries of twins' atoms stored for a round of exchanges, 64 MB; not tuned
 _ROUNDED_COSINE = 1e-5  # 1 - cosine that is compared in float64: far above float32's rounding
 _NO_SQUARE = 1e-15  # squared norm up to which a part of a unit atom is float64's rounding
 
@@ -81,18 +82,35 @@ def exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
     for _ in range(_EXCHANGES):
         previous, types = types, types.clone()
         is_twin = _nearly_equal(atoms, types, others, _EQUAL)
-        for j in is_twin.any(1).nonzero()[:, 0].tolist():
-            twins = others[is_twin[j]]
-            candidates = torch.cat([types[j : j + 1], twins[~torch.isin(twins, types)]])
-            # The type with the largest part of what the other types do not explain stays.
-            basis = torch.linalg.qr(atoms.rows(torch.cat([types[:j], types[j + 1 :]])).T).Q
-            residual = _project_off(shared.principal, basis)
-            parts = (_project_off(x, basis) for x in _unit_atoms(atoms, candidates))
-            gains = [
-                (x @ residual.T).square().sum(1) / x.square().sum(1).clamp_min(_NO_SQUARE)
-                for x in parts
-            ]
-            types[j] = candidates[int(torch.cat(gains).argmax())]
+        has_twin = is_twin.any(0)
+        is_twin, twins = is_twin[:, has_twin], others[has_twin]
+        places = is_twin.any(1).nonzero()[:, 0].tolist()
+        if not places:
+            break
+        # Each twin's part outside the chosen span: squared norm, and energy along the residual.
+        basis = torch.linalg.qr(atoms.rows(types).T).Q
+        residual = _project_off(shared.principal, basis)
+        units = _UnitBlocks(atoms, twins)
+        pairs = ((x @ basis, x @ residual.T) for x in units)
+        sums = [(1 - x.square().sum(1), y.square().sum(1)) for x, y in pairs]
+        norms, energy = map(torch.cat, zip(*sums, strict=True))
+        for j in places:
+            # Type j leaves the span: the residual, and the twins' parts outside, grow along
+            # ``added``. The twin with the largest gain takes its place, and they shrink again.
+            added, part, cosines, cross = _project_type(atoms, shared, types, j, units, residual)
+            size = part.square().sum()
+            sizes = norms + cosines.square()
+            energies = energy + cosines * (cosines * size + 2 * cross)
+            gain = energies / sizes.clamp_min(_NO_SQUARE)
+            gain[~is_twin[j] | torch.isin(twins, types)] = 0
+            if float(gain.max()) <= float(size):
+                continue
+            types[j] = twins[int(gain.argmax())]
+            residual = residual + torch.outer(part, added)
+            added, part, cosines, cross = _project_type(atoms, shared, types, j, units, residual)
+            norms = sizes - cosines.square()
+            energy = energies + cosines * (cosines * part.square().sum() - 2 * cross)
+            residual = residual - torch.outer(part, added)
         types = prune(atoms, shared, torch.unique(types))
         if len(types) == len(previous) and bool((types.sort()[0] == previous.sort()[0]).all()):
             break
@@ -102,6 +120,38 @@ def exchange_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tens
 def _unit_atoms(atoms: Atoms, types: Tensor) -> Iterator[Tensor]:
     """Yield the unit atoms (n, d) float64 of types in blocks."""
     yield from (atoms.rows(part) for part in torch.split(types, _TWINS_AT_ONCE))
+
+
+class _UnitBlocks:
+    """The blocks of :func:`_unit_atoms`, for several passes; stored if they are small enough."""
+
+    def __init__(self, atoms: Atoms, types: Tensor) -> None:
+        self._atoms, self._types = atoms, types
+        is_small = len(types) * atoms.width <= _MAX_STORED
+        self._stored = [*_unit_atoms(atoms, types)] if is_small else None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._stored or _unit_atoms(self._atoms, self._types))
+
+
+def _project_type(
+    atoms: Atoms,
+    shared: SharedRows,
+    types: Tensor,
+    place: int,
+    twins: Iterable[Tensor],
+    residual: Tensor,
+) -> tuple[Tensor, ...]:
+    """Return the direction (d,) that the type at a place adds to the span, and projections on it.
+
+    The projections are those of the rows (k,) and of the twins (n,). The last result is the product
+    (n,) of the rows' projection with the inner products of each twin and ``residual``, (k, d) rows.
+    """
+    added = _added_direction(atoms.rows(types), place)
+    part = shared.principal @ added
+    columns = torch.stack([added, part @ residual], 1)
+    cosines, cross = torch.cat([x @ columns for x in twins]).T
+    return added, part, cosines, cross
 
 
 def _nearly_equal(atoms: Atoms, types: Tensor, others: Tensor, limit: float) -> Tensor:
@@ -114,6 +164,16 @@ def _nearly_equal(atoms: Atoms, types: Tensor, others: Tensor, limit: float) -> 
         near = (chosen.float() @ block.float().T > 1 - _ROUNDED_COSINE).any(1)
         part[near] = chosen[near] @ block.T > 1 - limit
     return equal
+
+
+def _added_direction(atoms: Tensor, place: int) -> Tensor:
+    """Return the unit vector (d,) of an atom's part outside the span of the (k - 1) other atoms."""
+    remaining = torch.cat([atoms[:place], atoms[place + 1 :]])
+    basis = torch.linalg.qr(remaining.T).Q
+    direction = atoms[place : place + 1]
+    for _ in range(2):  # the second projection removes the first one's rounding, for near twins
+        direction = normalize(_project_off(direction, basis))
+    return direction[0]
 
 
 def _differ_from_twins(atoms: Atoms, shared: SharedRows, types: Tensor, others: Tensor) -> bool:

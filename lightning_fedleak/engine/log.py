@@ -431,10 +431,10 @@ class Report:
         self._seconds += look.seconds
         self._control_seconds += look.control_seconds
         self._seconds_of.update(seconds_of)
-        found = [s for s, o in outcomes.items() if o.unknown is None and o.pending is None]
-        if found and look.next_look is not None:  # at a step, and not at the weights or the end
+        stages = {s.stage for s, o in outcomes.items() if o.unknown is o.pending is None}
+        if stages and look.next_look is not None:  # at a step, and not at the weights or the end
             self._measured.add(look.step)
-        self._weights_measured |= any(series.stage is Stage.RELEASED for series in found)
+        self._weights_measured |= Stage.RELEASED in stages
         if self.record is not None:
             self.record.write_new_defenses(defenses)
             self.record.append(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_fedleak.defenses import DefenseError, refuse
 from lightning_fedleak.defenses.host import Host, Piece
@@ -169,7 +170,9 @@ class _LightningHost(Host):
             yield
             return
         entries = dict(results)
-        values = [(vars(m), {k: _cloned(v) for k, v in vars(m).items()}) for m in results.values()]
+        values = [
+            (vars(m), tree_map_only(Tensor, torch.clone, {**vars(m)})) for m in results.values()
+        ]
         batch, size = results.batch, results.batch_size
         try:
             yield
@@ -186,11 +189,6 @@ class _LightningHost(Host):
         """Return a context that merges the logged values of the pieces into those of the batch."""
         results = self._trainer._results
         return super().merged_logs(pieces) if results is None else _merged(results, pieces)
-
-
-def _cloned(value: object) -> object:
-    """Return a copy of a tensor, or another value itself."""
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 @contextmanager

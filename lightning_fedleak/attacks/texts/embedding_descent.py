@@ -315,11 +315,6 @@ class EmbeddingDescent(base.InversionAttack):
 
     # ---- the variables of the descent: a subclass that moves others overrides these methods ----
 
-    @property
-    def step_size(self) -> float:
-        """Return the learning rate in the units of a word embedding's entries."""
-        return self.lr * self.table.scale
-
     def start(self, sent: base.Sent) -> Tensor:
         """Return the word embeddings (B, L, e) to start from."""
         table = self.table
@@ -437,7 +432,7 @@ class _Descent:
         if len(rows) == 0:
             return
         active, sent = rows, self.sent[rows]
-        adam = RowAdam(self.variables[rows], self.attack.step_size)
+        adam = RowAdam(self.variables[rows], self.attack.lr * self.attack.table.scale)
         previous, n_same = self.tokens[rows], torch.zeros_like(rows)
         for step in range(1, steps + 1):
             if self.limit.reached:

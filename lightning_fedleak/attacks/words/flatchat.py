@@ -208,6 +208,8 @@ def _em_step(
     return _Mixture(n / n.sum(), means, variances)
 
 
+Scorer = Literal["gmm", "abs"]
+
 TAILS = (0.01, 0.03, 0.1, 0.003, 0.25)  # shares of rows that start in the wide cluster; not tuned
 _ROWS_CHECKED = 33  # number of largest sums whose median decides whether all are rounding errors
 _ROUNDING_UNITS = 16.0  # threshold of _is_rounding; rounding gave up to 3 units (measured)
@@ -312,20 +314,21 @@ def positive_weight(gradient: Tensor) -> float:
     return float(separate_clusters(normalized_row_sums(gradient)).weights[1])
 
 
-def rank_types(s: Tensor, mixture: _Mixture) -> Tensor:
+def rank_types(s: Tensor, mixture: _Mixture, scorer: Scorer = "gmm") -> Tensor:
     """Return a score of each type, higher if its use is more likely.
-
-    It is Eq. 11: the squared distance from the negative cluster minus that from the positive one,
-    each in its cluster's standard deviation.
 
     Args:
         s: (V,) flattened gradient, in the unit that the mixture was fitted in.
         mixture: its wide component is the positive cluster.
+        scorer: ``"gmm"``: Eq. 11, squared distance from the negative cluster minus that from the
+            positive one, each in its cluster's standard deviation; ``"abs"``: ``|s|`` (Table 4).
 
     Returns:
         (V,) float64 on the CPU.
     """
     x = s.detach().cpu().double()
+    if scorer == "abs":
+        return x.abs()
     negative, positive = (
         (x - mean).square_().div_(variance)
         for mean, variance in zip(mixture.means, mixture.variances, strict=True)
@@ -355,20 +358,21 @@ def fit_type_counts(positive_weights: Sequence[float], n_types: Sequence[float])
     return line
 
 
-def flatchat(gradient: Tensor, n_types: float | Tensor) -> base.WordGuess:
+def flatchat(gradient: Tensor, n_types: float | Tensor, scorer: Scorer = "gmm") -> base.WordGuess:
     """Return the guess of Algorithm 1 for one gradient.
 
     Args:
         gradient: (V, d) of the output head's weight.
         n_types: number of types to name, or the line of :func:`fit_type_counts` that predicts it.
             It is rounded, and at least 1 and at most V.
+        scorer: see :func:`rank_types`.
 
     Raises:
         UnusableObservation: the row sums are non-finite, all zero, or rounding errors.
     """
     s = normalized_row_sums(gradient)
     mixture = separate_clusters(s)
-    scores = rank_types(s, mixture)
+    scores = rank_types(s, mixture, scorer)
     if isinstance(n_types, Tensor):
         constant, slope = n_types.tolist()
         n_types = constant + slope * float(mixture.weights[1])

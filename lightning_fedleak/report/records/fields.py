@@ -256,12 +256,6 @@ def _hints(kind: type) -> Mapping[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-@cache
-def _origin_and_arguments(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the origin and the arguments of a type; cached, as it runs on every value."""
-    return get_origin(hint), get_args(hint)
-
-
 def _read(hint: Any, value: Any, path: str) -> Any:
     """Return a JSON value as the type of a field.
 
@@ -273,7 +267,7 @@ def _read(hint: Any, value: Any, path: str) -> Any:
     Raises:
         ValueError: the value is not of this type.
     """
-    kind, arguments = _origin_and_arguments(hint)
+    kind, arguments = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
         return _read_union(arguments, value, path)
     if kind is tuple:

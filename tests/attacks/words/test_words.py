@@ -204,7 +204,7 @@ def observation(tensor: torch.Tensor) -> Observation:
     return Observation((GradientSnapshot(0, Stage.SHARED, {HEAD_WEIGHT: tensor}),))
 
 
-def algorithm_1(grad: torch.Tensor, k: int) -> set[int]:
+def algorithm_1(grad: torch.Tensor, k: int, scorer: str) -> set[int]:
     """The paper's Algorithm 1 with scikit-learn's mixture at its default regularisation."""
     s = grad.double().numpy().sum(axis=1)
     s = s / np.linalg.norm(s)
@@ -214,13 +214,14 @@ def algorithm_1(grad: torch.Tensor, k: int) -> set[int]:
     p = int(fit.covariances_.ravel().argmax())
     mean, sd = fit.means_.ravel(), fit.covariances_.ravel() ** 0.5
     rank = ((s - mean[1 - p]) / sd[1 - p]) ** 2 - ((s - mean[p]) / sd[p]) ** 2
-    return set(rank.argsort()[::-1][:k].tolist())
+    return set((rank if scorer == "gmm" else abs(s)).argsort()[::-1][:k].tolist())
 
 
+@pytest.mark.parametrize("scorer", ["gmm", "abs"])
 @pytest.mark.parametrize("k", [30, 60, 100])
-def test_names_the_types_of_algorithm_1(k: int) -> None:
-    guess = flatchat(gradient(), k)
-    assert set(guess.types.tolist()) == algorithm_1(gradient(), k)
+def test_names_the_types_of_algorithm_1(scorer: str, k: int) -> None:
+    guess = flatchat(gradient(), k, scorer)
+    assert set(guess.types.tolist()) == algorithm_1(gradient(), k, scorer)
     assert guess.n_types == k
     assert guess.surface == "output"
 

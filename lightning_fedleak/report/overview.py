@@ -181,8 +181,8 @@ def _warnings(fit: FitSummary) -> Iterator[str]:
         yield fit.rows_in_words
     if fit.withheld:
         yield (
-            f"Gates kept back {fit.withheld} of {fit.updates} updates: what those would have "
-            "leaked is in no number here."
+            f"Gates kept back {fit.withheld} of {fit.updates} updates: the numbers above "
+            "are of those that left."
         )
     if any(account.holds and not account.whole for account in fit.privacy):
         yield OPEN_END
@@ -260,6 +260,7 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
         verdict = "read"
     elif _blind_attacks(attacks) or attack.stale:
         verdict = "unknown"
+    more = "with a smaller epsilon" if fit.privacy else "under DP-SGD"
     roots = (f"/worst/{family.name}", f"/{attack.name}/{attack.headline}")
     return replace(
         reading,
@@ -272,7 +273,7 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
         control=attack.quoted.control,
         comparisons=[*_comparisons(fit, attack)],
         note=" ".join(filter(None, _notes(fit, attack, attacks, verdict))),
-        mend=family.mend if verdict == "read" else "",
+        mend=family.mend.replace("under DP-SGD", more) if verdict == "read" else "",
         attack=attack.name,
         silent=[a.name for a in attacks if not a.quoted and a.unknown],
     )
@@ -305,7 +306,7 @@ def _without_value(attacks: Sequence[AttackSummary]) -> dict[str, Any]:
             "that was shared."
         )
     if attack.withheld and not attack.unknown:
-        note = f"None of {attack.withheld} updates left: a gate kept them back."
+        note = f"A gate kept back all {attack.withheld} updates that could be read."
         return {"verdict": "unknown", "answer": "Withheld", "note": note}
     return {"verdict": "unknown", "answer": "Unknown", "note": note}
 
@@ -401,7 +402,10 @@ def _sentence(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
     best = [best_of_family(fit, r.family) for r in readings if r.verdict == "read"]
     models = [a for a in best if a and a.stage == RELEASED]
     updates = [a for a in best if a and a.stage != RELEASED]
-    for attacks, subject in ((updates, _update(fit, updates)), (models, "The trained model ")):
+    states = [a for a in updates if any("activations" in name for name in a.reads)]
+    updates = [a for a in updates if a not in states]
+    subjects = _update(fit, updates), "Hidden states let the server ", "The trained model "
+    for attacks, subject in zip((updates, states, models), subjects, strict=True):
         for i, attack in enumerate(attacks):
             parts += [Part(" and " if i else f" {subject}"), *_capability(fit, attack)]
         parts += [Part(".")] * bool(attacks)
@@ -522,7 +526,7 @@ def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[_Fact]:
         _Fact(
             "Not tested",
             capitalized(_titles([r for r in readings if r.answer != STAYS], "untested"))
-            or "Every kind was tested",
+            or "No kind above",
             ", ".join(f"{len(names)} {title}" for title, names in gaps.items() if names),
         ),
     ]

@@ -164,6 +164,7 @@ class FitResults:
         refuted = _numbers(line.value("refuted") for line in sent)
         needs = facts.needs
         dishonest = None if needs is None else any(x.startswith(_DISHONEST_PREFIX) for x in needs)
+        seen = [need.removeprefix("sees ") for need in needs or () if need.startswith("sees ")]
         summary = AttackSummary(
             **(vars(total) | {"last": last.metric(headline)}),
             name=name,
@@ -173,7 +174,7 @@ class FitResults:
             chance=family.chance_of(headline),
             adversary=facts.adversary or NOT_RECORDED,
             dishonest=dishonest,
-            reads=list(facts.reads),
+            reads=list(facts.reads) or seen,
             config=facts.config or lines[-1].config,
             exposed=any(line.was_shared for line in lines),
             why_unknown=next(filter(None, reversed(reasons)), None),

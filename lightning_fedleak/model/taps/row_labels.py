@@ -342,7 +342,7 @@ class _Residual(NamedTuple):
         indices: (k,) these entries' indices in the flattened gradient; None if there are more than
             :data:`MAX_RESIDUAL_ENTRIES`, or if the gradient has no rows.
         values: (k,) the gradient's entries at ``indices``.
-        steps: (n, V) int8, by how many representable numbers each other entry of a float32 gradient
+        ulps: (n, V) int8, by how many representable numbers each other entry of a float32 gradient
             differs, so that a repeated step has the same bits; None in other types. It takes a
             twelfth of the memory of the logits, their softmax and their gradient.
     """
@@ -350,17 +350,15 @@ class _Residual(NamedTuple):
     share: float
     indices: Tensor | None = None
     values: Tensor | None = None
-    steps: Tensor | None = None
+    ulps: Tensor | None = None
 
 
 @torch.no_grad()
 def find_residual(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _Residual:
     """Return the entries of a gradient (n, V) that the shapes of its rows do not reproduce."""
     at_once, width = _rows_at_once(gradient), gradient.shape[1]
-    is_single = gradient.dtype is torch.float32
-    steps = torch.empty_like(gradient, dtype=torch.int8) if is_single else None
-    indices, values = [], []
-    n_entries = 0
+    ulps = torch.empty_like(gradient, dtype=torch.int8) if gradient.dtype is torch.float32 else None
+    indices, values, n_entries = [], [], 0
     residual_norm, gradient_norm = gradient.new_zeros(2, dtype=torch.float32)  # squared
     for start in range(0, len(gradient), at_once):
         block = slice(start, start + at_once)
@@ -370,12 +368,12 @@ def find_residual(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _Residua
         residual = true_rows.float() - made_rows.float()
         residual_norm += residual.square().sum()
         gradient_norm += true_rows.float().square().sum()
-        if steps is None:
+        if ulps is None:
             is_off = true_rows != made_rows
         else:
             difference = true_rows.view(torch.int32) - made_rows.view(torch.int32)
             is_off = (difference < -127) | (difference > 127)
-            steps[block] = difference.masked_fill_(is_off, 0)
+            ulps[block] = difference.masked_fill_(is_off, 0)
         off = is_off.flatten().nonzero()[:, 0]
         n_entries += len(off)
         if n_entries <= MAX_RESIDUAL_ENTRIES:
@@ -384,7 +382,7 @@ def find_residual(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _Residua
     share = float((residual_norm / gradient_norm).sqrt())
     if n_entries > MAX_RESIDUAL_ENTRIES or not indices:
         return _Residual(share)
-    return _Residual(share, torch.cat(indices), torch.cat(values), steps)
+    return _Residual(share, torch.cat(indices), torch.cat(values), ulps)
 
 
 def rows_of_step(rows: RowLabels, logits: Tensor, residual: _Residual | None = None) -> Tensor:
@@ -395,8 +393,8 @@ def rows_of_step(rows: RowLabels, logits: Tensor, residual: _Residual | None = N
     sizes = torch.where(has_label, rows.sizes, -rows.values[:, 1])
     shapes = torch.stack([sizes, rows.other_sums, rows.shifts])
     gradient = make_rows(logits, targets, shapes, 1.0)
-    if residual is not None and residual.steps is not None:
-        gradient.view(torch.int32).add_(residual.steps.view(gradient.shape))
+    if residual is not None and residual.ulps is not None:
+        gradient.view(torch.int32).add_(residual.ulps.view(gradient.shape))
     if residual is not None and residual.indices is not None and residual.values is not None:
         gradient.view(-1).index_copy_(0, residual.indices, residual.values)
     return gradient

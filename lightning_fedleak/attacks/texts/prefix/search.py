@@ -402,7 +402,8 @@ class _BeamSearch:
         points = (self.observed[self.position] - states) / self.spread + self.entries[best]
         squares = self.squared_norms + points.square().sum(1, keepdim=True)
         squares = torch.addmm(squares, points, self.entries.T, alpha=-2.0).clamp_(min=1e-12)
-        scores = self.table.only_tried(squares.neg_()).scatter_(1, tokens, -float("inf"))
+        scores = squares.neg_().masked_fill_(self.table.is_copy, -float("inf"))
+        scores.scatter_(1, tokens, -float("inf"))
         if self.top is None or count < 4:
             return scores.topk(count, dim=1).indices
         near = scores.topk(count // 2, dim=1).indices

@@ -41,6 +41,7 @@ class StateTable:
         points: (V, k) the entries along the axes, plus the mean shift of contexts.
         representative: (V,) the token that is tried instead of each token: among tokens with equal
             word embeddings, which no attack distinguishes, the commonest in public text.
+        is_copy: (V,) whether another token is tried instead of each token.
         rank: (V,) the rank of each token by its count in public text, then by id.
     """
 
@@ -61,11 +62,11 @@ class StateTable:
         self.rank = commonest.argsort()
         self.representative = _representatives(words, commonest)
         # Tokens with the word embedding of a commoner token, which is tried instead.
-        self._is_copy = self.representative != torch.arange(len(words), device=words.device)
+        self.is_copy = self.representative != torch.arange(len(words), device=words.device)
         self.axes = self._discriminants(tokens).float()
         self.points = (self.entries + self._shift.float()) @ self.axes
         self._lengths = self.entries.square().sum(1)
-        self._squares = self.points.square().sum(1).masked_fill_(self._is_copy, float("inf"))
+        self._squares = self.points.square().sum(1).masked_fill_(self.is_copy, float("inf"))
         self._isolation = self._squares.new_full((len(states),), -1.0)  # -1: not yet computed
         del self._spread
 
@@ -91,15 +92,11 @@ class StateTable:
     @property
     def distinct(self) -> int:
         """The number of tokens that are tried, which represent all others."""
-        return int((~self._is_copy).sum())
+        return int((~self.is_copy).sum())
 
     def best(self, scores: Tensor, k: int) -> Tensor:
         """Return the ``k`` representative tokens with the highest scores (V,)."""
-        return scores.masked_fill(self._is_copy, -float("inf")).topk(min(k, self.distinct)).indices
-
-    def only_tried(self, scores: Tensor) -> Tensor:
-        """Set scores (..., V) to minus infinity for tokens that another represents."""
-        return scores.masked_fill_(self._is_copy, -float("inf"))
+        return scores.masked_fill(self.is_copy, -float("inf")).topk(min(k, self.distinct)).indices
 
     @property
     def _kappa(self) -> float:
@@ -179,10 +176,10 @@ class StateTable:
         target = observed - states[0]
         norms = expected.square().sum(1)  # squared
         products = expected @ target
-        squared = (norms - 2.0 * products).masked_fill_(self._is_copy, float("inf"))
+        squared = (norms - 2.0 * products).masked_fill_(self.is_copy, float("inf"))
         nearest = squared.topk(k, largest=False).indices
         cosine = products * norms.clamp(min=1e-30).rsqrt()
-        aligned = cosine.masked_fill_(self._is_copy, -float("inf")).topk(k).indices
+        aligned = cosine.masked_fill_(self.is_copy, -float("inf")).topk(k).indices
         return nearest, aligned
 
     def nearest(self, tokens: Tensor, differences: Tensor) -> Tensor:
@@ -215,7 +212,7 @@ class StateTable:
         centre = self.entries[token]
         length = self._lengths[token]
         squared = self._lengths - 2.0 * (self.entries @ centre) + length
-        close = (squared <= radius**2 + ROUNDING * float(length)) & ~self._is_copy
+        close = (squared <= radius**2 + ROUNDING * float(length)) & ~self.is_copy
         rough = torch.nonzero(close).squeeze(1)
         return rough[(self.entries[rough] - centre).norm(dim=1) <= radius]
 

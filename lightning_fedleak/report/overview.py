@@ -181,7 +181,7 @@ def _warnings(fit: FitSummary) -> Iterator[str]:
         yield fit.rows_in_words
     if fit.withheld:
         yield (
-            f"Gates kept back {fit.withheld} of {fit.updates} updates: the numbers above "
+            f"Gates kept back {fit.withheld} of {fit.updates} updates: the large numbers "
             "are of those that left."
         )
     if any(account.holds and not account.whole for account in fit.privacy):

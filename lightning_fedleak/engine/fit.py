@@ -456,8 +456,7 @@ class Fit:
         """
         cadence, results = self.scheduler.cadence, self._results(look) or {}
         self.end_look()
-        if not self.accounting:  # under DP the choice of attacks must not depend on an example
-            self.each(partial(self.lineup.leave_out_slow, self.run.longest))
+        self.each(self._leave_out_slow)
         no_result = all(isinstance(result, Waiting) for result in results.values())
         try:
             cadence.next_step = self.scheduler.next_step(look, no_result=no_result)
@@ -497,6 +496,11 @@ class Fit:
         ordered = {series: results[series] for series in self.series if series in results}
         shared = {series: exposed[series.attack] for series in ordered}
         return self.exchange.outcomes(ordered, shared, next_step)
+
+    def _leave_out_slow(self) -> None:
+        """Leave out slow attacks, on all processes at once."""
+        if not self.accounting:  # under DP the choice of attacks must not depend on an example
+            self.lineup.leave_out_slow(self.run.longest)
 
     def end_look(self) -> None:
         """End the current look, also one that failed: taps rest, and channels free what it used."""

@@ -260,7 +260,7 @@ def _reading(fit: FitSummary, family: Family) -> Reading:
         verdict = "read"
     elif _blind_attacks(attacks) or attack.stale:
         verdict = "unknown"
-    more = "with a smaller epsilon" if fit.privacy else "under DP-SGD"
+    more = "with a smaller epsilon" if any(a.holds for a in fit.privacy) else "under DP-SGD"
     roots = (f"/worst/{family.name}", f"/{attack.name}/{attack.headline}")
     return replace(
         reading,
@@ -526,7 +526,7 @@ def _facts(fit: FitSummary, readings: Sequence[Reading]) -> list[_Fact]:
         _Fact(
             "Not tested",
             capitalized(_titles([r for r in readings if r.answer != STAYS], "untested"))
-            or "No kind above",
+            or ("Nothing that leaves" if fit.begin.keeps_updates else "None of these kinds"),
             ", ".join(f"{len(names)} {title}" for title, names in gaps.items() if names),
         ),
     ]

@@ -60,7 +60,7 @@ def test_only_the_trained_model_is_attacked_where_only_it_leaves(
     assert " times;" in found.overviews[0].run_line
     answers = [reading.answer for reading in found.overviews[0].readings]
     assert answers[1:] == ["Stays here"] * 3
-    assert "Not tested: No kind above" in " ".join(found.overviews[0].sentences)
+    assert "Not tested: Nothing that leaves" in " ".join(found.overviews[0].sentences)
     not_tested = found.runs[0].not_tested
     assert SAID in not_tested
     assert not [sentence for sentence in not_tested if "words" in sentence or "batch" in sentence]

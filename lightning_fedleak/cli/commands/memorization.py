@@ -186,9 +186,11 @@ def _measure_model(options: Namespace, console: Console) -> int:
                 f"{_TEXTS[not is_short]} are not counted: --metric at_least is UNKNOWN."
             )
     values: dict[str, Mapping[str, float]] = {attack: {} for attack in not_compared}
+    facts = [f"Reference of combined_reference: {one.in_words()}" for one in [reference] if one]
     for result in results:
         values |= result.values
-    facts = [f"Reference of combined_reference: {one.in_words()}" for one in [reference] if one]
+        if result.beside_references() and result.strength is not None and result.strength.note:
+            facts.append(f"Of the reference: {result.strength.note}")
     for sentence in facts:
         console.print(f"{sentence}.")
     values |= {"prompt_ratio": {}} if shifts.get("prompts") is not None else {}
@@ -198,10 +200,10 @@ def _measure_model(options: Namespace, console: Console) -> int:
     breaches = [breach for limit in limits for breach in breaches_of(evidence, *limit)]
     for breach in breaches:
         console.print(f"BREACH: {breach}")
-    if limits and not breaches:
-        console.print("Every limit of --at-most holds, by the upper end of its 95% interval.")
     is_unlisted = not limits and options.records is not None and not counts
     status = BREACH if breaches or is_unlisted or is_refuted else 0
+    if limits and not status:
+        console.print("Every limit of --at-most holds.")
     sentences = [*breaches, *not_compared.values(), *unknown_kinds, *[UNKNOWN] * (not is_known)]
     sentences += [f"{metric} at most {limit:g}" for metric, limit in limits] + facts
     success = "passed" if limits else "no limit was set" if is_known else "UNKNOWN"
@@ -239,8 +241,6 @@ def _compare(
         if result.part != "prompts" and shift is None:
             with refuse_errors("--reference", ValueError):
                 result.check_reference()
-        if result.beside_references() and result.strength is not None and result.strength.note:
-            console.print(f"Of the reference: {result.strength.note}.")
         print_part(console, result, shift, is_drawn=options.drawn)
         base, now, sides = result.game.base, result.game.now, result.sides
         gained = (now.log_probs > base.log_probs) & base.labels
@@ -249,7 +249,7 @@ def _compare(
             "The model is better than its base on {:.0%} of the tokens of members, and on {:.0%} "
             "of those of others.".format(*shares)
         )
-        if (length := end_of_gain(base, now, sides)) is not None:
+        if (length := end_of_gain(base, now, sides) or 0) > MIN_LABELS:
             console.print(
                 f"The members' gain over others ends at token {length}: if training cut its rows "
                 f"there, give --length {length}, by which more is detected."
@@ -261,8 +261,8 @@ def end_of_gain(base: TokenSnapshot, now: TokenSnapshot, members: Tensor) -> int
     """Return the number of tokens after which members hardly gain more than others, or None.
 
     Positions are divided where the two parts differ most. The end is known if they do by
-    :data:`MIN_STEP` standard errors, and members gain less than a quarter of it in the later part,
-    which has a quarter of the tokens or more.
+    :data:`MIN_STEP` standard errors, and members gain less than a quarter of it, and not more than
+    chance, in the later part, which has a quarter of the tokens or more.
 
     Args:
         base: The base's answers to N texts.
@@ -281,7 +281,8 @@ def end_of_gain(base: TokenSnapshot, now: TokenSnapshot, members: Tensor) -> int
     early, late = (part[0] / part[1] for part in (heads, tails))
     steps = ((early - late) / (1 / heads[1] + 1 / tails[1]).sqrt()).nan_to_num()
     cut = int(steps.where(tails[2] >= 0.25 * n.sum(), 0.0).argmax())
-    if steps[cut] < MIN_STEP or late[cut] + 2 / tails[1][cut].sqrt() > early[cut] / 4:
+    error = 2 / tails[1][cut].sqrt()
+    if steps[cut] < MIN_STEP or late[cut] > error or late[cut] + error > early[cut] / 4:
         return None
     return cut + 2  # the first token has no prediction
 

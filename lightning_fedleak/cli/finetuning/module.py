@@ -127,14 +127,11 @@ def _with_lora(model: torch.nn.Module) -> torch.nn.Module:
 
 def _train_biases_only(model: torch.nn.Module) -> None:
     """Freeze all parameters but the biases; raise ``SourceError`` if there are none."""
-    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
-    if not biases:
-        raise SourceError(
-            f"peft='bitfit' trains biases, and {type(model).__name__} has none; use peft='lora'"
-        )
-    model.requires_grad_(False)
-    for bias in biases:
-        bias.requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        name = type(model).__name__
+        raise SourceError(f"peft='bitfit' trains biases, and {name} has none; use peft='lora'")
 
 
 def load_tokenizer(name: str | Path | None) -> PreTrainedTokenizerBase:

@@ -301,12 +301,13 @@ class _Search:
         # The rows with each content: [0] those that were not trained on, [1] those that were.
         self.copies = np.zeros((2, len(self.numbers)), np.int64)
         self.digests: set[bytes] = set()  # of all different rows so far
+        self.whole_digests: set[bytes] = set()  # the same with the tokens that have no label
         self.candidates: list[tuple[Text, bool, bool]] = []
 
     def read(self, texts: Sequence[Text], trained: Sequence[bool]) -> None:
         """Count the runs and copies that some rows of the data share with the pool."""
         # Whether each row's text is the first such text, and whether it is no text of the pool.
-        fresh, others = np.zeros((2, len(texts)), bool)
+        fresh, fresh_whole, others = np.zeros((3, len(texts)), bool)
         for row, name in enumerate(map(_digest, texts)):
             fresh[row], others[row] = name not in self.digests, name not in self.numbers
             self.digests.add(name)
@@ -320,9 +321,13 @@ class _Search:
         np.add.at(self.run_counts, runs[(fresh & others & ~near)[rows]], 1)
         if any(text.n_labels + 1 < len(text.ids) for text in texts):
             size, labelled = len(self.runs.runs), rows * len(self.runs.runs) + runs
-            rows, runs, _ = self.runs.found_in([text.whole for text in texts])
+            whole = [text.whole for text in texts]
+            for row, name in enumerate(map(_digest, whole)):
+                fresh_whole[row] = name not in self.whole_digests
+                self.whole_digests.add(name)
+            rows, runs, _ = self.runs.found_in(whole)
             quotes = np.setdiff1d(rows * size + runs, labelled)
-            np.add.at(self.quote_counts, (quotes % size)[fresh[quotes // size]], 1)
+            np.add.at(self.quote_counts, (quotes % size)[fresh_whole[quotes // size]], 1)
         self.candidates += [
             (texts[row], bool(trained[row]), bool(fresh[row]))
             for row in np.flatnonzero(near).tolist()

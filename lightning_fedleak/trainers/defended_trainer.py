@@ -45,6 +45,11 @@ _TRUSTED_PACKAGES = ("transformers.", "trl.")
 _METRIC_SCHEDULERS = {"ReduceLROnPlateau", "GreedyLR"}
 # TRL's trainers, other than DPOTrainer, whose examples hold several texts.
 _PAIRWISE = {"KTOTrainer", "CPOTrainer", "ORPOTrainer", "BCOTrainer", "RewardTrainer"}
+# The losses of DPOTrainer that are means over pairs. Its other losses sort the pairs of a batch, or
+# divide by the tokens of all pairs.
+_PAIR_LOSSES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust"} | {
+    *("sppo_hard", "apo_zero", "apo_down", "discopop")
+}
 
 
 class _TrainerHost(Host):
@@ -339,13 +344,24 @@ class DefendedMixin(Trainer):
             self._check_pairs(root)
 
     def _check_pairs(self, root: nn.Module) -> None:
-        """Refuse what couples pairs in every loss, and let DPSGD trust the form of the loss.
+        """Refuse settings of DPOTrainer under which the loss is not a mean over pairs.
 
-        DPSGD's check of the form needs a second derivative, which TRL's function for the log
-        probabilities does not have. Whether other pairs move a pair's gradient is measured.
+        DPSGD has to trust that all other settings give a mean over pairs. Its own check of the loss
+        needs a second derivative, which TRL's function for the log probabilities does not have.
         """
+        losses = getattr(self, "loss_types", None) or [self.args.loss_type]  # type: ignore[attr-defined]
+        batch_losses = [name for name in losses if name not in _PAIR_LOSSES]
+        methods, subclasses = {"compute_loss", "_compute_loss", "compute_ref_log_probs"}, []
+        for cls in type(self).__mro__:
+            if cls.__name__ == "DPOTrainer" and cls.__module__.startswith("trl."):
+                break
+            if cls is not DefendedMixin and methods & vars(cls).keys():
+                subclasses.append(cls.__name__)
         head: Any = getattr(root, "get_output_embeddings", lambda: None)()
+        heads = () if head is None else head.parameters()
         refusals = {
+            f"loss_type={batch_losses} is not known to be a mean over pairs (it may sort the pairs "
+            f"of a batch, or divide by all tokens): use {sorted(_PAIR_LOSSES)}": batch_losses,
             "router_aux_loss_coef adds a loss over all tokens of the batch: set it to 0": (
                 getattr(self, "aux_loss_enabled", False)
             ),
@@ -353,9 +369,11 @@ class DefendedMixin(Trainer):
                 getattr(self, "_is_vision_dataset", False)
             ),
             "TRL reads the output head's weights outside of their layer, so that a pair has no "
-            "gradient: pass peft_config=LoraConfig(...), or freeze the head": (
-                head is not None and any(p.requires_grad for p in head.parameters())
+            "gradient: pass peft_config=LoraConfig(...), or freeze the head": any(
+                p.requires_grad for p in heads
             ),
+            f"{', '.join(subclasses)} changes the loss, which is known to be a mean over pairs "
+            "only as TRL computes it: use DPOTrainer itself": subclasses,
         }
         refuse(f"{self._fedleak.owner}: ", refusals)
         for defense in self.defenses:

@@ -1,6 +1,5 @@
 """DP-SGD under TRL's SFTTrainer: what is released is the clipped sum over texts."""
 
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -287,14 +286,6 @@ def test_a_watched_step_made_again_explains_its_gradient(steps, tmp_path, monkey
     assert private_control == pytest.approx(control, abs=1e-3)
 
 
-class Mixed(DPOTrainer):
-    """Divides the loss by a detached mean over the pairs of a batch."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        return loss / inputs["completion_mask"].float().mean()
-
-
 class Scaled(DPOTrainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return 2 * super().compute_loss(*args, **kwargs)
@@ -303,19 +294,15 @@ class Scaled(DPOTrainer):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"loss_type": ["aot"]}, "other rows of a batch change an example's gradient"),
-        ({"loss_type": ["sigmoid", "sft"]}, "other rows of a batch change an example's gradient"),
-        ({"kind": Mixed}, "other rows of a batch change an example's gradient"),
+        ({"loss_type": ["aot"]}, r"loss_type=\['aot'\] is not known to be a mean over pairs"),
+        ({"loss_type": ["sigmoid", "sft"]}, r"loss_type=\['sft'\] is not known"),
         ({"peft": None, "precompute_ref_log_probs": True}, r"pass peft_config=LoraConfig"),
-        ({"kind": Scaled}, None),
+        ({"kind": Scaled}, "Scaled changes the loss"),
     ],
 )
 def test_what_couples_pairs_is_refused(settings, reason, tmp_path) -> None:
-    defense = DPSGD(0.5, 1.0)
-    trainer = pairs_trainer_of(tmp_path, defense, **{"max_steps": 1} | settings)
-    with nullcontext() if reason is None else pytest.raises(DefenseError, match=reason):
-        trainer.train()
-    assert defense.releases == (reason is None)
+    with pytest.raises(DefenseError, match=reason):
+        pairs_trainer_of(tmp_path, DPSGD(0.5, 1.0), **settings).train()
 
 
 # ``Memorization(reference="auto")`` under SFTTrainer: the reference has a LoRA as the run has.

@@ -315,6 +315,11 @@ class EmbeddingDescent(base.InversionAttack):
 
     # ---- the variables of the descent: a subclass that moves others overrides these methods ----
 
+    @property
+    def step_size(self) -> float:
+        """Return the learning rate in the units of a word embedding's entries."""
+        return self.lr * self.table.scale
+
     def start(self, sent: base.Sent) -> Tensor:
         """Return the word embeddings (B, L, e) to start from."""
         table = self.table
@@ -332,6 +337,10 @@ class EmbeddingDescent(base.InversionAttack):
         """Return the most similar tokens."""
         return self.table.nearest(variables, 1, self.likeness)[..., 0]
 
+    def tokens_at_once(self) -> int:
+        """Return the number of tokens in one run."""
+        return TOKENS_AT_ONCE
+
     # ---- the descent ----------------------------------------------------------------------
 
     def reconstruct(
@@ -339,7 +348,7 @@ class EmbeddingDescent(base.InversionAttack):
     ) -> base.TextGuess:
         """Return the texts of hidden states (B, L, d)."""
         limit, bottom = base.WorkLimit(self), self.bottom
-        rows = max(1, TOKENS_AT_ONCE // hidden.shape[1])
+        rows = max(1, self.tokens_at_once() // hidden.shape[1])
         with torch.inference_mode(False), torch.no_grad(), bottom.session():
             # Cloned, since autograd takes no tensors that were made in inference mode.
             copies = [
@@ -432,7 +441,7 @@ class _Descent:
         if len(rows) == 0:
             return
         active, sent = rows, self.sent[rows]
-        adam = RowAdam(self.variables[rows], self.attack.lr * self.attack.table.scale)
+        adam = RowAdam(self.variables[rows], self.attack.step_size)
         previous, n_same = self.tokens[rows], torch.zeros_like(rows)
         for step in range(1, steps + 1):
             if self.limit.reached:

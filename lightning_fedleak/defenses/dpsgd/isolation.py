@@ -5,8 +5,9 @@ batch move the example's gradient: padding on the left shifts positions, batch n
 activations, a loss divides by all labels. So the training's own collate function, step and loss
 run on *made* rows: one row alone, then the same row in the *company* of a long row, one of one
 token and an empty one. The gradient that would be clipped must be the same in both. A second row
-then stands beside as many equal ones as a batch has, and among them: whatever leaves out a batch's
-outliers, large losses or duplicates leaves out one of these rows.
+then stands beside equal ones, and among them: what leaves out a batch's outliers, large losses or
+duplicates leaves out one of these rows. There are as many as a batch has, up to 256 numbers, or 8:
+what acts on larger batches alone is not found.
 
 Rows are made from the form of one example: its fields, shapes and types, and the largest of its
 whole numbers. Nothing else is read from the data. Dropout and autocast are off, float32 replaces
@@ -16,6 +17,7 @@ weights of 16 bits, and model, host and random states are restored afterwards.
 import copy
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -516,7 +518,7 @@ def _row_lengths(
     lengths = min(TOKENS, max(1, long // 2)), long, 1, 0
     yield from ((lengths, 0), (lengths[:3], 0)) if own else ()
     for width in dict.fromkeys([min(2 * TOKENS, own), own]):
-        yield (min(TOKENS, max(1, width // 2)), max(1, width), 1, 0), max(1, width)
+        yield (min(TOKENS, max(1, width // 2)), max(1, width), 1, 0), width or sys.maxsize
 
 
 def _width(collate: EmptyCollate, example: Any) -> int:

@@ -143,7 +143,8 @@ class HiddenWords:
         growth = self._growth(step, counts) if math.isnan(step.example_norm) else {}
         grown = [{p: d * growth.get(p, 1.0) for p, d in c.items()} for c in self._changes]
         pairs = zip(map(_total, grown), map(_total, self._changes), strict=True)
-        is_near = all(now <= MAX_GROWTH * then for now, then in pairs)
+        is_near = math.inf not in growth.values()  # also of parameters that no change has reached
+        is_near &= all(now <= MAX_GROWTH * then for now, then in pairs)
         if self._looks % LOOKS == 0 or not is_near or self._sizes.keys() != step.sizes.keys():
             self._looks = 0
             self._counts, self._sizes = counts, step.sizes.copy()

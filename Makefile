@@ -93,7 +93,8 @@ test-quantized: $(READY) $(QUANTIZED)/.ready
 	@PYTHONPATH=$(QUANTIZED):. $(BIN)/python -m pytest --numprocesses 0 tests/engine/test_quantized_bases.py \
 		tests/defenses/dpsgd/test_quantized_bases.py \
 		"tests/engine/test_matrix.py::test_what_is_logged_is_true[LoRA, NF4]" \
-		"tests/engine/test_matrix.py::test_what_is_logged_is_true[LoRA, int8]" $(ARGS)
+		"tests/engine/test_matrix.py::test_what_is_logged_is_true[LoRA, int8]" \
+		tests/engine/channels/test_memorization.py::test_a_base_of_four_bits_reads_as_its_dequantized_weights_do $(ARGS)
 
 # In an environment of its own: others are tested without its datasets and pyarrow.
 test-trl: $(TRL)/.ready

@@ -458,6 +458,11 @@ def test_what_another_row_quotes_without_loss_is_a_repeat_and_an_own_quote_is_no
     assert repeated_texts(rows, rows).tolist() == [True, False, False, False]
     assert repeated_texts([rows[0]], rows).tolist() == [True]
     assert repeated_texts(rows[:1], rows[:1] + rows[2:]).tolist() == [False]
+    # Also where an earlier row has the same answer.
+    asked, thanks = drawn(2, seed=5)
+    prompts = [text(ids + thanks, [False] * 24 + [True] * 24) for ids in (asked, first)]
+    for order in (prompts, prompts[::-1]):
+        assert repeated_texts([rows[0]], [rows[0], *order]).tolist() == [True]
     # What most rows have before their labels is their form, and so it is where one is all of it.
     forms = [text(first + ids, [False] * 24 + [True] * 24) for ids in drawn(30, seed=4)]
     assert repeated_texts(forms, [*forms, text(first)]).tolist() == [False] * 30

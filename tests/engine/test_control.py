@@ -343,6 +343,20 @@ def test_light_labels_that_linear_programs_read_are_not_low(tmp_path: Path) -> N
     assert math.isnan(gate.fired.value)
 
 
+def test_what_dropout_hides_it_hides_from_the_control_too(tmp_path: Path) -> None:
+    gate = Threshold("leakage/subspace_words/f1", at_most=0.5, action="warn")
+    config = LoraConfig(r=16, target_modules=["q_proj", "v_proj"], lora_dropout=0.6)
+    torch.manual_seed(1)
+    model = get_peft_model(tiny_llama(d=64), config)
+    ids = torch.randint(3, 97, (3, 4, 12), generator=torch.Generator().manual_seed(4))
+    batches = [{"input_ids": x, "labels": x} for x in ids]
+    more: Any = {"batches": batches, "optimizer": "adamw", "lr": 1e-3, "gates": [gate]}
+    loops.watched(tmp_path, SubspaceWords(capacity_seconds=0), model, **more)
+    assert gate.fired is not None
+    assert math.isnan(gate.fired.value)
+    assert "this attack cannot show more than" in gate.fired.why
+
+
 def preferring(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
     """Return a loss that prefers the first half of the texts to the second, as DPO does."""
     targets = labels[:, 1:]

@@ -178,6 +178,15 @@ def true_types(texts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[set[int]
     return read, predicted
 
 
+def test_gates_on_what_pairs_hide_are_breached(tmp_path: Path) -> None:
+    trainer = dpo(tmp_path)
+    gate = Threshold("leakage/flatchat/f1", at_most=0.99)
+    watched(trainer, [FlatChat(n_types=20)], [gate])
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert gate.fired is not None
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_sft_reads_the_rows_that_the_trainer_made(tmp_path: Path, rows: str) -> None:
     trainer, probe = sft(tmp_path, rows), Probe()

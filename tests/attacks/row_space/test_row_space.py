@@ -154,6 +154,24 @@ def test_a_multiple_of_a_types_input_ends_a_certificate_and_one_of_others_does_n
         assert len({*result.types.tolist()} & {truth[0], absent[0]}) == 1
 
 
+@pytest.mark.parametrize("level", [1e-5, 1e-3, 1e-1])
+def test_undeclared_noise_is_not_certified(level: float) -> None:
+    rows = dictionary(0)
+    gradient, _ = planted(rows, 8, 12, 0)
+    noise = level * float(gradient.square().mean().sqrt())
+    noisy = gradient + noise * torch.randn(gradient.shape, generator=torch.Generator())
+    assert not solve(rows, noisy).certified
+
+
+@pytest.mark.parametrize("rank", [4, 12, 40])
+def test_a_set_that_lacks_a_type_is_not_certified(rank: int) -> None:
+    """The token that is missing has another atom, as in a dictionary that is stale."""
+    rows = dictionary(0)
+    gradient, truth = planted(rows, 12, rank, 0)
+    rows[truth[0]] = dictionary(5)[0]
+    assert solve(rows, gradient).silent is None
+
+
 def test_more_types_than_can_be_distinguished_are_not_certified() -> None:
     for seed in range(2):
         rows = dictionary(seed)

@@ -220,6 +220,23 @@ def test_images_numbers_and_padded_rows_are_measured_too() -> None:
     assert defense._isolation.moved < 1e-5
 
 
+def test_whole_numbers_that_become_floats_keep_their_length() -> None:
+    """Lists of labels, several of which are 1, have no width in a batch of floats."""
+    model = nn.Sequential(nn.Linear(16, 20))
+    rows = [{"x": torch.randn(16), "labels": [n % 2] * 20} for n in range(40)]
+
+    def collated(rows: Any) -> dict[str, Tensor]:
+        labels = torch.tensor([row["labels"] for row in rows], dtype=torch.float)
+        return {"x": torch.stack([row["x"] for row in rows]), "labels": labels}
+
+    def loss(batch: Any) -> Tensor:
+        scores = model(batch["x"])
+        return nn.functional.binary_cross_entropy_with_logits(scores, batch["labels"])
+
+    defense = first_step(model, loss, rows, collated)
+    assert not defense._isolation.reason
+
+
 def mix(values: Tensor) -> Tensor:
     return 0.7 * values + 0.3 * values[torch.randperm(len(values))]
 

@@ -257,11 +257,16 @@ def test_a_bound_of_older_changes_is_no_less_than_that_of_new_ones(tmp_path, mon
 
 
 @pytest.mark.parametrize("clip", [None, 50.0])
-@pytest.mark.parametrize(("factor", "again"), [(1.5, False), (1e3, True), (math.nan, True)])
+@pytest.mark.parametrize(
+    ("factor", "again"), [(1.5, False), (1e3, True), (math.nan, True), (None, True)]
+)
 def test_a_factor_on_a_small_gradient_that_begins_between_measurements_is_seen(
     monkeypatch, clip, factor, again
 ) -> None:
-    """It leaves the norm of all gradients as it is, and each word as far apart as it reads."""
+    """It leaves the norm of all gradients as it is, and each word as far apart as it reads.
+
+    Without a factor, the small gradient is not there when changes are measured, and 0 is read.
+    """
     measured: list[int] = []
     parameters = {name: torch.nn.Parameter(torch.zeros(40)) for name in ("large", "small")}
     anatomy = SimpleNamespace(
@@ -274,7 +279,8 @@ def test_a_factor_on_a_small_gradient_that_begins_between_measurements_is_seen(
 
     def gradient(ids: Tensor, _: Any) -> dict[str, Tensor]:
         counts = torch.bincount(ids, minlength=40).double()
-        return {"large": torch.full((40,), 10.0), "small": 1e-3 * counts}
+        small = {"small": (1e-3 if factor else 1.0) * counts} if factor or bounds else {}
+        return {"large": torch.full((40,), 10.0), **small}
 
     def replaced(step: Any, old: int, new: int) -> Tensor:
         measured.append(step.number)
@@ -284,11 +290,12 @@ def test_a_factor_on_a_small_gradient_that_begins_between_measurements_is_seen(
     ids = torch.arange(12)
     batch = SimpleNamespace(context_ids=lambda: ids, labels=ids)
     words = hidden.HiddenWords(run, gradient, frozenset())
-    bounds = []
-    for number, scale in enumerate((1.0, factor)):
+    bounds: list[float] = []
+    for number, scale in enumerate((1.0, factor or 1.0)):
+        now = {"small": torch.zeros(40), **gradient(ids, None)}
         sizes = {
             id(parameters[n]): float(g.norm()) * (scale if n == "small" else 1.0)
-            for n, g in gradient(ids, None).items()
+            for n, g in now.items()
         }
         step = SimpleNamespace(number=number, batches=[batch], sizes=sizes, example_norm=math.nan)
         bounds.append(words.bound(step, 0.1))

@@ -21,9 +21,16 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from lightning_fedleak import DPSGD, DefendedStrategy, LeakageMonitor, RiskGate
 from lightning_fedleak.attacks.memorization import Combined, Extraction, Loss
@@ -44,7 +51,7 @@ from lightning_fedleak.evaluation.metrics.released import (
 )
 from lightning_fedleak.model.anatomy import find_anatomy
 from lightning_fedleak.model.batches import read_batch
-from lightning_fedleak.model.taps.tokens import compressed_bytes, token_log_probs
+from lightning_fedleak.model.taps.tokens import Text, compressed_bytes, token_log_probs
 from lightning_fedleak.private_files import hash_tensors
 from lightning_fedleak.report import findings, page, read
 from tests.helpers.lightning_modules import CausalLMModule
@@ -623,3 +630,34 @@ def test_noise_that_is_accounted_and_not_added_refutes_the_account(tmp_path: Pat
     assert re.search("is REFUTED by .*combined", report.verdict.sentences[0])
     assert ">REFUTED</td>" in page(report)
     assert report.verdict.level == "high"
+
+
+def four_bit(*, dequantized: bool = False) -> Any:
+    """Return LoRA on a base in NF4, or on the same numbers in float32."""
+    layers = pytest.importorskip("bitsandbytes").nn
+    torch.manual_seed(0)
+    size = {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=2000, **size, **heads))
+    for name, linear in [*model.model.layers.named_modules()]:
+        if type(linear) is nn.Linear:
+            kept = layers.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+            four = layers.Linear4bit(linear.in_features, linear.out_features, bias=False)
+            four.weight = kept
+            four.to("cpu")
+            if dequantized:
+                whole = four(torch.eye(linear.in_features)).T
+                linear.weight.data = whole.contiguous()
+            else:
+                model.model.layers.set_submodule(name, four)
+    torch.manual_seed(1)
+    config = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear")
+    return get_peft_model(model, config)
+
+
+def test_a_base_of_four_bits_reads_as_its_dequantized_weights_do() -> None:
+    texts = [Text(row["input_ids"], row["labels"]) for row in rows(20)]
+    models = [find_anatomy(model) for model in (four_bit(), four_bit(dequantized=True), tiny())]
+    four, whole, other = (token_log_probs(model, texts).log_probs for model in models)
+    torch.testing.assert_close(four, whole, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(four, other)

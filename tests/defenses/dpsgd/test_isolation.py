@@ -484,7 +484,6 @@ def by_numpy(shape: torch.Size) -> Tensor:
     ],
 )
 def test_masks_of_a_collate_function(draw: Any, message: str) -> None:
-    np.random.seed(0)  # masks of one row are equal by chance in 2 of 100 draws
     model = MODELS["BERT, masked"]()
 
     def step() -> DPSGD:
@@ -497,7 +496,9 @@ def test_masks_of_a_collate_function(draw: Any, message: str) -> None:
         assert (isolated.reason, isolated.moved < 1e-6) == ("", True)
         return
     with pytest.raises(DefenseError, match=message):
-        step()
+        # Masks of one row that NumPy draws are equal by chance in 2 of 100 runs.
+        for _ in range(5 if draw is by_numpy else 1):
+            step()
 
 
 def test_memory_that_runs_out_is_said_and_no_smaller_row_takes_its_place() -> None:

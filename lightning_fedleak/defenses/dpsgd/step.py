@@ -289,13 +289,13 @@ class WatchedStep:
             return with_loss(output, loss * 0.0)
         is_sharded = any(p.requires_grad for p in self._shards)
         if context.clients == context.processes == 1 and not is_sharded:
-            self._begin_with_ones(loss, buffers.trained)
+            self._begin_with_ones(loss, context.root)
             needs_gradients = self.audited or context.host.reads_gradients
             if not (needs_gradients or self.check.is_due(releases)):
                 return with_loss(output, recorder.without_sums(loss, *reached))
         return output
 
-    def _begin_with_ones(self, loss: Tensor, trained: Sequence[Any]) -> None:
+    def _begin_with_ones(self, loss: Tensor, root: nn.Module) -> None:
         """Let backward begin with the gradient 1 for each of the n terms of the loss.
 
         The backward pass of a mean would begin with 1 / n. Half precision rounds differently for
@@ -305,6 +305,7 @@ class WatchedStep:
         of the mean. Gradients of other backward passes, such as an attack's, are not changed.
         """
         terms, engine = self.check.terms, torch.autograd.Variable._execution_engine
+        trained: list[Any] = [p for p in root.parameters() if p.requires_grad]
 
         def begin(gradient: Tensor) -> Tensor:
             scale = gradient / terms

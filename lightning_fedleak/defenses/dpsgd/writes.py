@@ -41,7 +41,6 @@ class Buffers:
         root: The module that is trained.
 
     Attributes:
-        trained: The trained parameters, read before the step.
         comparisons: Whether buffers have had equal contents before and after each run of this
             batch, () on the device, by name.
     """
@@ -73,7 +72,6 @@ class Buffers:
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     parameters.setdefault(parameter, prefix + key)
-        self.trained = [p for p in parameters if p.requires_grad]
         self._parameters = [
             (name, p, _version(p), fingerprint(p) if all_contents else None)
             for p, name in ({} if is_sharded else parameters).items()

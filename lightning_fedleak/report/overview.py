@@ -399,13 +399,7 @@ def _sentence(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
     if refuting := sorted({a.name for a in fit.attacks if a.refuted}):
         by = f" by {', '.join(refuting)}."
         parts = [Part("The account of differential privacy is "), Part("REFUTED", "read"), Part(by)]
-    best = [best_of_family(fit, r.family) for r in readings if r.verdict == "read"]
-    models = [a for a in best if a and a.stage == RELEASED]
-    updates = [a for a in best if a and a.stage != RELEASED]
-    states = [a for a in updates if any("activations" in name for name in a.reads)]
-    updates = [a for a in updates if a not in states]
-    subjects = _update(fit, updates), "Hidden states let the server ", "The trained model "
-    for attacks, subject in zip((updates, states, models), subjects, strict=True):
+    for attacks, subject in _by_subject(fit, readings):
         for i, attack in enumerate(attacks):
             parts += [Part(" and " if i else f" {subject}"), *_capability(fit, attack)]
         parts += [Part(".")] * bool(attacks)
@@ -417,6 +411,20 @@ def _sentence(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:
         return (*effect, *_without_result(readings))
     parts += [Part(" "), *effect]
     return (Part(parts[0].text.lstrip()), *parts[1:-1], Part(parts[-1].text.rstrip()))
+
+
+def _by_subject(
+    fit: FitSummary, readings: Sequence[Reading]
+) -> Iterator[tuple[list[AttackSummary], str]]:
+    """Yield the attacks that read updates, hidden states or the model, and their subject."""
+    best = [best_of_family(fit, r.family) for r in readings if r.verdict == "read"]
+    models = [a for a in best if a and a.stage == RELEASED]
+    updates = [a for a in best if a and a.stage != RELEASED]
+    states = [a for a in updates if any("activations" in name for name in a.reads)]
+    updates = [a for a in updates if a not in states]
+    yield updates, _update(fit, updates)
+    yield states, "Hidden states let the server "
+    yield models, "The trained model "
 
 
 def _defense_effect(fit: FitSummary, readings: Sequence[Reading]) -> Sentence:

@@ -518,7 +518,10 @@ def _row_lengths(
     lengths = min(TOKENS, max(1, long // 2)), long, 1, 0
     yield from ((lengths, 0), (lengths[:3], 0)) if own else ()
     for width in dict.fromkeys([min(2 * TOKENS, own), own]):
-        yield (min(TOKENS, max(1, width // 2)), max(1, width), 1, 0), width or sys.maxsize
+        yield (
+            (min(TOKENS, max(1, width // 2)), max(1, width), 1, 0),
+            {0: sys.maxsize}.get(width, width),
+        )
 
 
 def _width(collate: EmptyCollate, example: Any) -> int:

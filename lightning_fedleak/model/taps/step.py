@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,10 +167,7 @@ class ModelCall:
         by_text = all(isinstance(v, Tensor) and _is_by_text(v, self.ids) for v in values)
         if n == texts or not (is_plain and by_text):
             return self
-
-        def first_texts(value: Any) -> Any:
-            return value[:n] if isinstance(value, Tensor) and len(value) == texts else value
-
+        first_texts = partial(_first_texts, texts=texts, n=n)
         ids, is_first = first_texts(self.ids), placed.text < n
         arguments = {name: first_texts(value) for name, value in self.arguments.items()}
         arguments |= {name: ids for name, value in self.arguments.items() if value is self.ids}
@@ -186,6 +184,11 @@ def _is_by_text(values: Tensor, ids: Tensor | None) -> bool:
     """Return whether values are those of each token of ids (B, L), or the same for all texts."""
     is_shared = values.dim() > 0 and len(values) == 1
     return is_shared or (ids is not None and values.shape[:2] == ids.shape)
+
+
+def _first_texts(value: Any, texts: int, n: int) -> Any:
+    """Return the first n of the texts of a tensor; any other value stays as it is."""
+    return value[:n] if isinstance(value, Tensor) and len(value) == texts else value
 
 
 _SETTINGS = (type(None), bool, int, float, str)

@@ -236,7 +236,9 @@ def _blind_attacks(attacks: Sequence[AttackSummary]) -> list[AttackSummary]:
     """
     if any(a.above_chance > HIGH for a in attacks):
         return []
-    capable = [(a.stage, set(a.reads)) for a in attacks if a.looks and not a.is_blind]
+    # Parameters alone: hidden states, whose name has spaces, may be of different layers.
+    reading = [(a, {n for n in a.reads if " " not in n}) for a in attacks]
+    capable = [(a.stage, names) for a, names in reading if a.looks and not a.is_blind]
     blind = [a for a in attacks if a.is_blind]
     return [a for a in blind if not any(s == a.stage and r & {*a.reads} for s, r in capable)]
 

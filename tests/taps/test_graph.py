@@ -469,7 +469,7 @@ def test_two_classes_need_labels(entries: tuple[float, float]) -> None:
     assert bool(rows.is_ambiguous.all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_what_labels_and_shapes_leave_of_rows_is_kept(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(12, 40, generator=generator).to(dtype).requires_grad_()

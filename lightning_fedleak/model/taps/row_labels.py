@@ -365,7 +365,9 @@ def find_residual(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _Residua
     at_once, width = _rows_at_once(gradient), gradient.shape[1]
     is_exact = gradient.dtype is torch.float32 and gradient.numel() <= MAX_EXACT_ENTRIES
     ulps = torch.empty_like(gradient, dtype=torch.int8) if is_exact else None
-    tolerance = 2e-7 if gradient.dtype.itemsize > 2 else 0.0  # rounding of float32 is about 1e-7
+    # Where not all entries may be stored, those within the rounding of float32 are not.
+    is_large = gradient.dtype.itemsize > 2 and gradient.numel() > MAX_RESIDUAL_ENTRIES
+    tolerance = 2e-7 if is_large else 0.0
     indices, values, n_entries = [], [], 0
     residual_norm, gradient_norm = gradient.new_zeros(2, dtype=torch.float32)  # squared
     for start in range(0, len(gradient), at_once):
@@ -376,12 +378,13 @@ def find_residual(gradient: Tensor, logits: Tensor, rows: RowLabels) -> _Residua
         residual = true_rows.float() - made_rows.float()
         residual_norm += residual.square().sum()
         gradient_norm += true_rows.float().square().sum()
-        if ulps is None:
-            is_off = residual.abs() > tolerance * true_rows.abs().amax(1, keepdim=True)
-        else:
+        is_off = residual.abs() >= tolerance * true_rows.abs().amax(1, keepdim=True)
+        is_off &= true_rows != made_rows
+        if ulps is not None:
             difference = true_rows.view(torch.int32) - made_rows.view(torch.int32)
-            is_off = (difference < -127) | (difference > 127)
-            ulps[block] = difference.masked_fill_(is_off, 0)
+            is_far = (difference < -127) | (difference > 127)
+            ulps[block] = difference.masked_fill_(is_far, 0)
+            is_off &= is_far
         off = is_off.flatten().nonzero()[:, 0]
         n_entries += len(off)
         if n_entries <= MAX_RESIDUAL_ENTRIES:

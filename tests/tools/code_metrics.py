@@ -106,7 +106,7 @@ class Row:
 
 
 ROWS = (
-    Row("code", "code lines", 46_244),
+    Row("code", "code lines", 46_245),
     Row("longest", "lines of the longest file", 600),
     Row("long", "files above 600 lines", 0),
     Row("imports", "files with 8 or more own imports", 52),

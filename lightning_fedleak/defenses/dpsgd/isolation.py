@@ -120,7 +120,8 @@ class Isolation:
             return False
         self._is_done = self.is_running = True
         self._recorder = Recorder(self._root)
-        trained = (p for p in self._root.parameters() if p.requires_grad)
+        weights = self._root.parameters()
+        trained = (p for p in weights if p.requires_grad and not isinstance(p, DTensor))
         draw = per_sample.random_directions  # outside of the planted draws
         self._directions = {p: draw(i, p, SKETCHES) for i, p in enumerate(trained)}
         try:

@@ -179,7 +179,9 @@ def test_half_precision_is_compared_in_float32(precision: str) -> None:
         return output.loss  # type: ignore[no-any-return]
 
     mixed = precision if precision == "bf16-mixed" else None
-    defense = first_step(model, loss, Rows(5, "longer", True), collate, mixed)
+    defense = first_step(
+        model, loss, Rows(5, "longer", True), collate, mixed, seed=0
+    )  # not an empty batch
     assert dtypes[:9] == [torch.float32] * 7 + [torch.bfloat16] * 2  # then the step's
     assert defense._isolation.moved < 1e-5
     assert {p.dtype for p in model.parameters()} == {
